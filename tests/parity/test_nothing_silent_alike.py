@@ -324,13 +324,13 @@ def in_the_third_step(change: Any) -> Any:
     return step
 
 
-@add(step=in_the_third_step(switch_configuration), ways=FREE, limit="what changes after it was compared is not seen")
+@add(step=in_the_third_step(switch_configuration), ways=FREE)
 def a_shared_configuration_is_switched_in_the_third_step() -> nn.Module:
     config = SimpleNamespace(centre=False)
     return Net(Configured(config), Configured(config))
 
 
-@add(step=in_the_third_step(switch_dict), ways=FREE, limit="what changes after it was compared is not seen", slow=True)
+@add(step=in_the_third_step(switch_dict), ways=FREE, slow=True)
 def a_dict_is_switched_in_the_third_step() -> nn.Module:
     return Net(InADict(), InADict())
 
@@ -338,7 +338,6 @@ def a_dict_is_switched_in_the_third_step() -> nn.Module:
 @add(
     step=in_the_third_step(lambda model: FLAGS.update(centre=True)),
     ways=FREE,
-    limit="what changes after it was compared is not seen",
 )
 def a_global_is_switched_in_the_third_step() -> nn.Module:
     FLAGS["centre"] = False
@@ -348,7 +347,6 @@ def a_global_is_switched_in_the_third_step() -> nn.Module:
 @add(
     step=in_the_third_step(lambda model: setattr(type(model.blocks[0]), "mix", lambda self, h: h - h.mean(0))),
     ways=FREE,
-    limit="what changes after it was compared is not seen",
     slow=True,
 )
 def a_class_is_patched_in_the_third_step() -> nn.Module:
@@ -362,14 +360,13 @@ def a_class_is_patched_in_the_third_step() -> nn.Module:
 @add(
     step=in_the_third_step(method_after_wrapping),
     ways=FREE,
-    limit="what changes after it was compared is not seen",
     slow=True,
 )
 def a_method_is_replaced_in_the_third_step() -> nn.Module:
     return Net(Block(), Block())
 
 
-@add(step=in_the_third_step(switch_buffer), ways=FREE, limit="what changes after it was compared is not seen")
+@add(step=in_the_third_step(switch_buffer), ways=FREE)
 def a_buffer_is_switched_in_the_third_step() -> nn.Module:
     return Net(Shared(), Shared())
 
@@ -387,7 +384,7 @@ def exchange(model: nn.Module) -> None:
     model.blocks[1].active = Centring()  # type: ignore[union-attr,index]
 
 
-@add(step=in_the_third_step(exchange), ways=FREE, limit="what changes after it was compared is not seen")
+@add(step=in_the_third_step(exchange), ways=FREE)
 def a_module_is_exchanged_in_the_third_step() -> nn.Module:
     return Net(WithTanh(), WithTanh())
 

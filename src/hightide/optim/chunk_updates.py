@@ -10,7 +10,7 @@ are those of before: who reads them, or changes the gradient, waits for the seco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,6 +131,11 @@ class ChunkUpdates:
         self._used.clear()
 
     # -- the promise of update="in_backward" ----------------------------------------------------------------------
+
+    @property
+    def used(self) -> Collection[str]:
+        """Parameters whose updates have run in backward."""
+        return self._used.keys()
 
     def check_promise(self) -> None:
         """Refuses a step() whose updates have run in backward with other hyper-parameters, or other parameters."""

@@ -50,6 +50,7 @@ class ModelPasses:
         self._seed = b""
         self._nth_call: Counter[int] = Counter()
         self.open_calls: WeakSet[object] = WeakSet()  # of blocks, in the latest training pass
+        self._are_several = False  # graphs of more than one forward may be alive
         self._end_queued = False
         self._backward = Hold(is_over=lambda: torch._C._current_graph_task_id() < 0)
 
@@ -144,11 +145,15 @@ class ModelPasses:
         run.chunks.binding.check_loose()
         if run.between_passes is not None:
             run.between_passes()
+        are_several = run.executor.has_open_forward
         run.executor.begin(mode)
         if mode is not Mode.EVAL:
             run.num_passes += 1
-            self._seed = rng.pass_seed(run.num_passes)
-            self._nth_call.clear()
+            run.looks.begin_pass()
+            if torch._C._current_graph_task_id() < 0:  # else a checkpoint repeats a part of the latest
+                self._are_several = are_several
+                self._seed = rng.pass_seed(run.num_passes)
+                self._nth_call.clear()
             self.open_calls.clear()
             self._end_queued = False
             run.work.begin_pass(self._work_of_pass())
@@ -203,9 +208,14 @@ class ModelPasses:
                 raise
 
     def draws(self, block: int, num_micro_batches: int) -> rng.Draws:
-        nth_call = self._nth_call[block]
-        self._nth_call[block] += 1
-        return rng.Draws(self._seed, block, nth_call, num_micro_batches, self._run.gpu.device)
+        """See [Note: dropout in a checkpoint]."""
+        num_calls, again = self._nth_call[block], torch._C._current_graph_task_id() >= 0
+        if not again:
+            self._nth_call[block] += 1
+        is_known = not again or (num_calls == 1 and not self._are_several)
+        name = "" if is_known else self._run.profile.blocks[block].name
+        nth_call = 0 if again else num_calls
+        return rng.Draws(self._seed, block, nth_call, num_micro_batches, self._run.gpu.device, name)
 
     # -- its backward ---------------------------------------------------------------------------------------------
 

@@ -166,7 +166,9 @@ class WrappedBlock(Wrapped):
         return self.hightide_run.runners[id(self)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hightide_runner(self, args, kwargs)  # type: ignore[arg-type]
+        runner = self.hightide_runner
+        runner.check_forward(super().forward)  # type: ignore[misc]
+        return runner(self, args, kwargs)  # type: ignore[arg-type]
 
 
 class WrappedHead(WrappedBlock):

@@ -87,8 +87,7 @@ class HookWatch:
         self._hooked = [
             inside
             for inside in modules
-            for hooks in [(*inside._forward_hooks.values(), *inside._forward_pre_hooks.values())]
-            if not all(map(is_part_of_computation, hooks))
+            if inside._forward_hooks or not all(map(is_part_of_computation, inside._forward_pre_hooks.values()))
         ]
         self._handles: list[RemovableHandle] = []
         self._seen: list[Any] = []

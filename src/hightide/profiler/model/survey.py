@@ -99,6 +99,9 @@ class Surveying:
             originals.forget_attributes()
             if "OutOfMemoryError" not in failure:
                 break
+        for index, reason in sorted(probed.refusals.items()):  # it is given copies, and the model's code misses it
+            name = probed.blocks[index].name
+            raise DoesNotRun(f"the block {name!r} {reason}. Without that the model does not run ({failure})")
         raise DoesNotRun(
             f"the model runs neither without values ({survey.failure}) nor, a block at a time, on the example batch "
             f"({failure}): what it needs cannot be known. Pass a batch on which it trains; its code between blocks is "

@@ -159,7 +159,7 @@ def _same_values(one: Tensor, two: Tensor) -> bool:
     return one.is_floating_point() and bool(torch.allclose(one, two, rtol=0, atol=0, equal_nan=True))
 
 
-def _version(tensor: Tensor | None) -> int:
+def version(tensor: Tensor | None) -> int:
     """How often it was written to, where that is counted."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
@@ -218,7 +218,7 @@ class _KeptTensor(_Kept):
     def __init__(self, value: Tensor | None, is_buffer: bool = False) -> None:
         super().__init__(value)
         self._is_buffer = is_buffer
-        self._version = _version(value)
+        self._version = version(value)
         self._values: Tensor | None = None
         if value is not None and not value.is_meta and not isinstance(value, FakeTensor):
             self._values = value.detach().clone() if is_buffer or value.numel() <= CLONED_NUMEL else None
@@ -227,8 +227,8 @@ class _KeptTensor(_Kept):
         if now is not self.value:
             return False
         if self._values is None:
-            return self._is_buffer or _version(now) == self._version
-        is_written = self._is_buffer and _version(now) != self._version
+            return self._is_buffer or version(now) == self._version
+        is_written = self._is_buffer and version(now) != self._version
         return not is_written and _same_values(self._values, now)
 
     def restore(self) -> None:

@@ -38,8 +38,11 @@ from hightide.profiler.probe.taps import hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
 from hightide.runtime.blocks.call_frame import CallFrame
 from hightide.runtime.blocks.compiled import NotCompiled
+from hightide.runtime.blocks.kept_since import KeptSince
 from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, divided, sliced_grads
 from hightide.runtime.blocks.recomputation import Recomputed
+from hightide.runtime.guards.contents import Contents
+from hightide.runtime.guards.first_look import State
 from hightide.runtime.guards.transforms import once
 from hightide.runtime.waiting.activations import FREED
 from hightide.runtime.waiting.held import Held, Holding, outlive_slots
@@ -60,7 +63,16 @@ TAKEN_OUT = (
 class BlockCall:
     """One call of one block, from its forward to its backward."""
 
-    def __init__(self, runner: BlockRunner, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        runner: BlockRunner,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: State,
+        contents: Contents | None,
+    ) -> None:
+        self.state = state
         self.runner = runner
         self.module = module
         self.frame = CallFrame(args, kwargs, mode_of(runner.inside))
@@ -81,8 +93,7 @@ class BlockCall:
         self.bounds, self._inputs, self.output_dims = divided(split, tensors, runner.run.plan.micro_batch)
         self._draws = runner.run.passes.draws(runner.index, len(self.bounds))
         self._before: Snapshot | None = None  # what the block kept, if its forward changes it and is run again
-        self._buffers: list[tuple[Tensor, int]] = []  # else its buffers and their versions
-        self._changed: list[Tensor] = []  # of these, before the backward: they must not be read again
+        self._kept = KeptSince(runner, contents)  # else
         self._differentiable: list[bool] = []  # of the outputs
         self._is_looked_at = False  # see first_look.py
 
@@ -122,7 +133,7 @@ class BlockCall:
                 if needs_backward and not self._keep:
                     self._before = look.before
             if needs_backward and not self._keep and self._before is None:
-                self._buffers = self.runner.buffer_versions()
+                self._kept.note()
             held = self._hold.leaving()
             if any(self.away.which) or held:
                 self._leave(tensors, held)
@@ -323,9 +334,8 @@ class BlockCall:
         self.runner.check_plan(self.module)
         self.runner.check_parameters()
         self.runner.check_version(self._version)
-        self._changed = self.runner.changed_buffers(self._buffers)
-        if self._changed and any(graph.compiled for graph in self._graphs or ()):  # what it reads is not seen
-            self.runner.refuse_buffer()
+        if not self._keep and self._before is None:
+            self._kept.look(any(graph.compiled for graph in self._graphs or ()))
         accumulate = self.runner.will_accumulate()
         run.passes.queue_end_of_backward()
         run.adopt([grad for grad in grads if grad is not None], "activations")
@@ -359,7 +369,7 @@ class BlockCall:
     def run_or_replay(self) -> list[Tensor]:
         """In forward, and again in backward. See [Note: replays]. What backward itself changes, by a hook, stays."""
         if self._before is None:
-            with self.runner.unread(self._changed):
+            with self._kept.as_then():
                 return self.run(self._now)
         gpu = self.runner.run.gpu
         with gpu.unmetered():

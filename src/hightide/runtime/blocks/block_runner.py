@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hightide.ir.action import Op
 from hightide.ir.activation import Activation
@@ -61,8 +59,12 @@ class BlockRunner:
 
     def with_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check_parameters()
+        changes = self.run.looks.changes(self, module)
         self.inside = self.inside or list(module.modules())
-        call = BlockCall(self, module, args, kwargs)
+        state = self.run.looks.state(self, changes)
+        if changes is not None:
+            self.inside = changes.inside
+        call = BlockCall(self, module, args, kwargs, state, None if changes is None else changes.contents)
         self.run.passes.open_calls.add(call)
         outputs = BlockFunction.apply(call, self.anchor, *call.frame.take_tensors())
         result = call.assemble(list(outputs))
@@ -93,6 +95,14 @@ class BlockRunner:
         if (unchanged := self.run.unchanged.get(self.index)) is not None:
             unchanged.check()
 
+    def check_forward(self, now: Callable[..., Any]) -> None:
+        """`now`: what its class has for a forward."""
+        if getattr(now, "__func__", self.original) is not self.original and isinstance(self.original, FunctionType):
+            raise Refused(
+                f"the class of block {self.spec.name!r} was given another forward after hightide.wrap, which would not "
+                "be run; call hightide.unwrap(model), change it, and wrap again"
+            )
+
     def check_version(self, version: int) -> None:
         """`version`: at forward."""
         if self.run.plan.update is Update.DEFERRED and version != self.version:
@@ -101,42 +111,8 @@ class BlockRunner:
                 "gradient would be that of other weights. Call backward() before optimizer.step()."
             )
 
-    def buffer_versions(self) -> list[tuple[Tensor, int]]:
-        places = (module._buffers for module in self.inside)
-        return [(one, one._version) for place in places if place for one in place.values() if one is not None]
-
-    def changed_buffers(self, before: list[tuple[Tensor, int]]) -> list[Tensor]:
-        """`before`: as a forward left them that changes none of them, and is run again now."""
-        unchanged = {(id(one), version) for one, version in before}
-        return [one for one, version in self.buffer_versions() if before and (id(one), version) not in unchanged]
-
-    def unread(self, buffers: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        return _Unread(buffers, self.refuse_buffer) if buffers else nullcontext()
-
-    def refuse_buffer(self) -> None:
-        """Plain PyTorch has saved what it made of it."""
-        raise Refused(
-            f"a buffer of block {self.spec.name!r} was changed between its forward and its backward, which runs "
-            "the block again: the gradient would be that of another forward. Change buffers after backward()"
-        )
-
     def will_accumulate(self) -> bool:
         return self.trainable and self.run.anchor.is_reached()
-
-
-class _Unread(TorchFunctionMode):
-    """Inside, whoever uses one of these buffers is refused. One that only hooks fill may change at any time."""
-
-    def __init__(self, buffers: Sequence[Tensor], refuse: Callable[[], None]) -> None:
-        super().__init__()
-        self._buffers, self._refuse = {id(one) for one in buffers}, refuse
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_question = getattr(func, "__name__", "") == "__get__" and not isinstance(result, Tensor)  # of its shape
-        if not is_question and any(id(leaf) in self._buffers for leaf in pytree.tree_leaves((args, kwargs))):
-            self._refuse()
-        return result
 
 
 def refilled(container: Any, result: Any) -> Any:

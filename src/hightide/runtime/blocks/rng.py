@@ -4,6 +4,12 @@
 PyTorch would, and a recomputation replays the state that its forward saw, if it drew anything. With several
 micro-batches that order does not exist in plain PyTorch; each (pass, block, call, micro-batch) then gets a seed of its
 own, so that neither the order of execution nor recomputation matters.
+
+[Note: dropout in a checkpoint] A checkpoint that the user's code has put around blocks calls them again in backward,
+and what the first of them computes is input of the next: it must draw as it did. With one micro-batch the checkpoint
+sees to that, by the global generator. With several, a call during a backward is taken for the block's only one of the
+pass. If there were more, or more passes whose backward is to come, which of them it repeats is not known; and where the
+checkpoint is reentrant, the call that it repeats ran the whole batch at once.
 """
 
 from __future__ import annotations
@@ -15,6 +21,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from hightide.ir.refusal import Refused
+
+REPEATS = (
+    "the block {name!r} draws random numbers and is called again in backward, by a checkpoint of your own that is "
+    "reentrant, or with several forwards or calls of the block before it: it would draw others than before. hightide "
+    "recomputes blocks by itself: leave the checkpoint out, or give micro_batch= the whole batch"
+)
 CPU = torch.device("cpu")
 
 
@@ -35,11 +48,19 @@ class Draws:
     """The random numbers of one call of one block: the same in forward and in recomputation."""
 
     def __init__(
-        self, seed: bytes, block: int, nth_call: int, num_micro_batches: int, device: torch.device = CPU
+        self,
+        seed: bytes,
+        block: int,
+        nth_call: int,
+        num_micro_batches: int,
+        device: torch.device = CPU,
+        of_which: str = "",
     ) -> None:
+        """`of_which`: the name of a block that repeats a call, but which is not known: it must not draw."""
         self._generators = generators(device)
         self._is_single = num_micro_batches == 1
         self._of = seed, block, nth_call
+        self._of_which = of_which
         self._states: list[Tensor] = []  # before the forward of the only micro-batch, if it has drawn any numbers
 
     @contextmanager
@@ -52,7 +73,10 @@ class Draws:
         else:
             with self._restored():
                 self._seed(micro_batch)
+                before = self._now() if self._of_which else []
                 yield
+                if self._of_which and not all(map(torch.equal, before, self._now())):
+                    raise Refused(REPEATS.format(name=self._of_which))
 
     def replay(self, micro_batch: int) -> AbstractContextManager[None]:
         """What has drawn no numbers will draw none: most blocks have no dropout."""

@@ -21,6 +21,12 @@ from hightide.runtime.blocks.batch import map_tensors
 if TYPE_CHECKING:
     from hightide.runtime.run import Run
 
+WRITES = (
+    "the block {block!r}, which the example did not call, gives the parameter {name!r} other values in its forward (an "
+    "embedding with max_norm, .data), which would be lost: its values are brought in for each use. Change it between "
+    "steps with load_state_dict(), or compute what is used from it"
+)
+
 
 class Splits:
     def __init__(self, run: Run) -> None:
@@ -38,6 +44,9 @@ class Splits:
                 split = again.split(block, signature)
                 if (reason := again.refusals.get(block)) is not None:
                     raise Refused(f"the block {run.profile.blocks[block].name!r} {reason}")
+                written = again.written & {*run.profile.blocks[block].params}
+                if written := written - run.chunks.binding.ignored_versions:
+                    raise Refused(WRITES.format(block=run.profile.blocks[block].name, name=min(written)))
                 if not again.failure:
                     run.probed = again.after(run.probed)
             if not split.inputs and batch is None:

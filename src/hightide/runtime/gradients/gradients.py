@@ -104,6 +104,13 @@ class Gradients(GradientValues):
             self._take_over(key, gradient)
         return key in self._valid
 
+    def refuse_dropped(self, keys: Iterable[str]) -> None:
+        """Of parameters whose updates have run, at step(): in plain PyTorch it would pass over them."""
+        with Disabled():
+            for key in keys:
+                if key in self._placeholders and self._chunks.parameters[key].grad is None:
+                    self._refuse_in_backward(f"dropped (that of {key!r} is None)", "drop them before step()")
+
     def _take_over(self, key: str, gradient: Tensor) -> None:
         """`p.grad = p.grad * 0.5` has put a plain tensor there: its values go to the gradient's home."""
         self._refuse_in_backward("replaced", "change them")

@@ -18,29 +18,44 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hightide.ir.split import BatchDim
+from hightide.process.interrupts import in_a_line
 from hightide.profiler.model.call_tree import narrow
 from hightide.profiler.model.hooks import HookWatch, num_hooks, users_hooks_aside
 from hightide.profiler.probe.compare_runs import HOOKED
 from hightide.profiler.trial.quiet import Quiet
 from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
+from hightide.runtime.guards.later_changes import BlockChanges, CodeChanges, Epochs
 from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
     from hightide.runtime.blocks.block_function import BlockCall
+    from hightide.runtime.blocks.block_runner import BlockRunner
     from hightide.runtime.run import Run
 
 # Of the size of a tensor, by Euclid. A router that decides anew for one token in a thousand stays below, in 16 bits.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-MAX_SHAPES = 16  # of one block; a loop whose batches all have other lengths does not pay for ever
+MAX_SHAPES = 16  # of one block as it is; a loop whose batches all have other lengths does not pay for ever
 CHANGES = "a forward changes what it keeps ({}), which must happen once for the whole batch"
+FAILS = "it fails on a part of the batch ({}): it may keep a tensor that has all samples"
 DIFFERS = "split at its real size, its output {} is another than that of the whole batch"
+
+
+class State(NamedTuple):
+    """Of a block, in its first looks: a look in one says nothing about another."""
+
+    num_hooks: int
+    epoch: int = 0
+    code: int = 0
+
+
+_Key = tuple[int, str, State]  # a block, the signature of its call
 
 
 class FirstLooks:
@@ -49,19 +64,48 @@ class FirstLooks:
     def __init__(self, run: Run, enabled: bool) -> None:
         self._run = run
         self._enabled = enabled
-        self._keeps: dict[tuple[int, str, int], bool] = {}  # by block, signature and number of hooks
+        self._keeps: dict[_Key, bool] = {}
         self._keeping: set[int] = set(run.probed.keeps)  # blocks
         self._compared: set[tuple[Any, ...]] = set()
-        self._num_shapes: Counter[int] = Counter()
+        self._num_shapes: Counter[tuple[int, State]] = Counter()
+        self._blocks: dict[int, BlockChanges] = {}
+        self._code = Epochs()
+        self._code_then: CodeChanges | None = None  # None: it is to be gathered
+        self._num_taken = 0
+
+    def begin_pass(self) -> None:
+        """See [Note: what changes later]."""
+        if not self._enabled:
+            return
+        num_taken = sum(block.num_taken for block in self._blocks.values())
+        if self._code_then is None or num_taken != self._num_taken or not self._code_then.are_same():
+            runners, modules = self._run.runners, self._run.model.modules()
+            inside = {id(one): one for module in modules if id(module) in runners for one in module.modules()}
+            self._code_then, self._num_taken = CodeChanges(inside.values()), num_taken
+            self._code.change_to(self._code_then.key())
+
+    def changes(self, runner: BlockRunner, module: nn.Module) -> BlockChanges | None:
+        """None: nobody looks."""
+        if self._enabled and runner.index not in self._blocks:
+            tapped = [(tap.module, tap.attribute) for tap in runner.taps if tap.attribute]
+            self._blocks[runner.index] = BlockChanges(module, tapped)
+        return self._blocks.get(runner.index)
+
+    def state(self, runner: BlockRunner, changes: BlockChanges | None) -> State:
+        """Of a block that keeps something, only who else sees it: it is looked at each time."""
+        hooks = num_hooks(runner.inside)
+        if changes is None or runner.index in self._keeping:
+            return State(hooks)
+        return State(hooks, changes.epoch(hooks), self._code.now)
 
     def look(self, call: BlockCall) -> Look | None:
         """None: the forward is known to change nothing of the block's."""
-        key = call.runner.index, call.signature, num_hooks(call.runner.inside)
+        key = call.runner.index, call.signature, call.state
         if not self._enabled or (self._keeps.get(key) is False and key[0] not in self._keeping):
             return None
         return Look(self, key, call)
 
-    def learn(self, key: tuple[int, str, int], changes: bool) -> None:
+    def learn(self, key: _Key, changes: bool) -> None:
         """What has changed something once counts as changing it."""
         self._keeps[key] = changes or self._keeps.get(key, False)
         if changes:
@@ -74,11 +118,11 @@ class FirstLooks:
         """Why a call that would be split must not be; "": it may, or was compared before. See [Note: split against
         whole]."""
         block = call.runner.index
-        key = block, call.signature, tuple(tensor.shape for tensor in tensors), call.frame.numbers
-        if not self._enabled or key in self._compared or self._num_shapes[block] >= MAX_SHAPES:
+        key = block, call.signature, tuple(tensor.shape for tensor in tensors), call.frame.numbers, call.state
+        if not self._enabled or key in self._compared or self._num_shapes[block, call.state] >= MAX_SHAPES:
             return ""
         self._compared.add(key)
-        self._num_shapes[block] += 1
+        self._num_shapes[block, call.state] += 1
         together = self._most_together(call)
         if together < 2:
             return ""
@@ -147,11 +191,11 @@ class FirstLooks:
 class Look:
     """One forward of a block of which it is not known that it keeps nothing."""
 
-    def __init__(self, looks: FirstLooks, key: tuple[int, str, int], call: BlockCall) -> None:
+    def __init__(self, looks: FirstLooks, key: _Key, call: BlockCall) -> None:
         self._looks, self._key, self._call, self._gpu = looks, key, call, call.runner.run.gpu
         with self._gpu.unmetered():  # it is in the plan: see examined() in profiler/probe/probe.py
-            self.before = Snapshot(call.module, shared_random=True, hooks=key[2] > 0)
-        self._hooks = HookWatch(call.module) if key[2] else None
+            self.before = Snapshot(call.module, shared_random=True, hooks=call.state.num_hooks > 0)
+        self._hooks = HookWatch(call.module) if call.state.num_hooks else None
         if self._hooks is not None:
             self._hooks.open()
 
@@ -190,7 +234,12 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
         dims: Sequence[BatchDim | None] = call.output_dims or [None] * len(whole)
         errors: list[list[Tensor]] = [[] for _ in whole]  # per output and micro-batch: its size, and that of the error
         for start, size in bounds:
-            parts = tried(start, size)
+            try:
+                parts = tried(start, size)
+            except OutOfMemory:
+                raise
+            except Exception as failure:  # the whole batch has run
+                return FAILS.format(in_a_line(failure))
             if len(parts) != len(whole):
                 return DIFFERS.format(min(len(parts), len(whole)))
             for index, (expected, part, dim) in enumerate(zip(whole, parts, dims, strict=True)):

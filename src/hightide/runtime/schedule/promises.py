@@ -70,7 +70,7 @@ class Promises:
     def check_forward(self) -> None:
         """Before a forward, whether it trains or not: it would see what updates have made of the weights. After a
         backward that has failed there is no plain result that it could differ from."""
-        if self.owes_step and self._has_ended:
+        if self.has_kept_backward:
             raise Refused(
                 "the model was called between backward and optimizer.step(), but it was wrapped with "
                 "update='in_backward': the updates have run already, so the result would be that of the next weights. "
@@ -84,6 +84,11 @@ class Promises:
 
     def end_backward(self) -> None:
         self._has_ended = True
+
+    @property
+    def has_kept_backward(self) -> bool:
+        """Whether updates have run in a backward that has ended without an exception."""
+        return self.owes_step and self._has_ended
 
     def check_update(self, chunk: int, block: int) -> None:
         """Before anything is added to the chunk's gradient."""

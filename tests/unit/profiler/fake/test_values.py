@@ -224,6 +224,34 @@ def test_a_model_that_fails_on_its_example_is_refused() -> None:
     assert state_of(model) == before
 
 
+def test_a_block_that_gives_its_results_in_a_list_only_is_named() -> None:
+    class IntoAList(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, into: list[torch.Tensor]) -> None:
+            into.append(self.linear(x).detach())
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(IntoAList() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                results: list[torch.Tensor] = []
+                block(x, results)
+                x = x + results[0]
+            return x
+
+    with pytest.raises(
+        ValueError, match=r"the block 'blocks\.0' changes a list or dict .* return what it adds instead"
+    ):
+        profiled(Whole(), torch.randn(4, 8))
+
+
 def test_a_block_that_writes_its_weights_is_seen_and_they_stay() -> None:
     class Writes(Chooses):
         def forward(self, x: Tensor) -> Tensor:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+import hightide
 import models
+from hightide.ir.activation import Activation
 from hightide.runtime.blocks.rng import Draws, pass_seed
 from unit.runtime.steps import Twins, train_step, twins
+
+WIDTH = 8
 
 
 def drawn(draws: Draws, micro_batch: int, replay: bool = False) -> torch.Tensor:
@@ -98,3 +108,67 @@ def test_dropout_of_one_micro_batch_is_that_of_plain_pytorch() -> None:
         torch.manual_seed(4)
         pair.assert_equal(ours, train_step(pair.plain, pair.plain_optimizer, batch))
     pair.close()
+
+
+class Doubles(nn.Module):
+    """What its dropout has kept shows in what it adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.linear(x), 0.5)
+
+
+class InPairs(nn.Module):
+    """A checkpoint of the user's own around two blocks each: the input of the second is computed again."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.blocks, self.options = nn.ModuleList(Doubles() for _ in range(4)), options
+        self.order = [(0, 1), (2, 3)]
+
+    def _pair(self, pair: tuple[int, int], x: torch.Tensor) -> torch.Tensor:
+        for index in pair:
+            before, x = x, self.blocks[index](x)
+            self.inputs.setdefault(index, before.detach())
+            self.added.setdefault(index, (x - before).detach())
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inputs, self.added = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        x = x.requires_grad_()
+        for pair in self.order:
+            x = checkpoint(self._pair, pair, x, **self.options)
+        return x.sum()
+
+
+def wrapped_in_parts(model: InPairs, x: torch.Tensor, micro_batch: int) -> InPairs:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = hightide.plan(model, optimizer, x, limits=hightide.Limits("4MiB", "4MiB"), micro_batch=micro_batch)
+    blocks = tuple(replace(block, activation=Activation.RECOMPUTE) for block in plan.blocks)
+    return hightide.wrap(model, optimizer, x, plan=replace(plan, blocks=blocks))[0]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("micro_batch", [8, 4, 2])
+def test_a_checkpoint_around_blocks_draws_what_they_drew(micro_batch: int) -> None:
+    model = wrapped_in_parts(InPairs(use_reentrant=False), x := torch.randn(8, WIDTH), micro_batch)
+    for _ in range(2):
+        model.zero_grad()
+        model(x.clone()).backward()
+        gradient = 2 * (model.added[3] != 0).float().T @ model.inputs[3]  # the last block's, by hand
+        assert torch.allclose(model.blocks[3].linear.weight.grad + 0, gradient, atol=1e-4)
+    hightide.unwrap(model)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "called twice", "two forwards"])
+def test_who_repeats_what_is_not_known_must_not_draw(how: str) -> None:
+    model = wrapped_in_parts(InPairs(use_reentrant=how == "reentrant"), x := torch.randn(8, WIDTH), 2)
+    if how == "called twice":
+        model.order = [(0, 1), (2, 3), (0, 1)]
+    loss = model(x.clone())
+    if how == "two forwards":
+        loss = loss + model(x.clone())
+    with pytest.raises(hightide.Refused, match=r"'blocks\.\d' draws random numbers and is called again in backward"):
+        loss.backward()

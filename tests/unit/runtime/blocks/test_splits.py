@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import hightide
 from unit.runtime.steps import twins
 
 WIDTH = 6
@@ -52,3 +53,32 @@ def test_a_new_way_of_calling_inside_of_a_checkpoint(options: dict[str, Callable
     for negated in (True, False, True):
         pair.assert_equal(*pair.step(batch={"x": torch.randn(4, WIDTH), "negated": negated}))
     pair.close()
+
+
+class WithMore(nn.Module):
+    """An embedding that the example does not call, and that writes its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.more = nn.Embedding(20, WIDTH, max_norm=1.0)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> dict[str, Tensor]:
+        x = x if ids is None else x + self.more(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def test_what_would_be_lost_is_refused_at_the_first_call() -> None:
+    model, x = WithMore(), torch.randn(4, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    limits = hightide.Limits(gpu="4MiB", host="4MiB")
+    model, optimizer = hightide.wrap(model, optimizer, {"x": x}, limits=limits)
+    model(x)["loss"].backward()
+    optimizer.step()
+    with pytest.raises(
+        hightide.Refused, match=r"'more', which the example did not call, gives the parameter 'more\.wei"
+    ):
+        model(x, torch.arange(4))
+    hightide.unwrap(model)

@@ -3,8 +3,41 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
+import hightide
 from hightide.runtime.gradients.factors import Factors
+from hightide.runtime.surgery import run_of
+
+
+class OnGpu(Tensor):
+    """It says so."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+
+def on_gpu(value: float) -> Tensor:
+    return torch.tensor(value).as_subclass(OnGpu)  # type: ignore[return-value]
+
+
+def test_who_writes_over_a_factor_changes_no_gradient_that_it_was_given_to() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    model, _ = hightide.wrap(model, torch.optim.SGD(model.parameters()), x, limits=hightide.Limits("4MiB", "4MiB"))
+    model(x).square().mean().backward()
+    run = run_of(model)
+    assert run is not None
+    first, second = ("0.weight", "1.weight")
+    before = {key: run.gradients.read(key) for key in (first, second)}
+    factor = on_gpu(2.0)
+    run.gradients.scale(first, factor)
+    factor.mul_(50)
+    run.gradients.scale(second, factor)
+    factor.zero_()
+    assert torch.equal(run.gradients.read(first), 2 * before[first])
+    assert torch.equal(run.gradients.read(second), 100 * before[second])
+    hightide.unwrap(model)
 
 
 def test_a_factor_is_what_it_was_whatever_its_owner_does_with_it_later() -> None:
