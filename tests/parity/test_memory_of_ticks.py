@@ -152,6 +152,35 @@ def test_blocks(kind: type[Block], micro_batch: int) -> None:
     check_ticks(Net(kind(), kind(), kind()), sequences, Way(micro_batch))
 
 
+class WideByAFlag(Block):
+    """Built and printed like the others."""
+
+    is_wide = False
+
+    def mix(self, h: Tensor) -> Tensor:
+        return torch.cat([h] * 12, -1).sin()[..., :WIDTH].clone() if self.is_wide else h
+
+
+def test_a_block_that_takes_more_because_of_a_flag() -> None:
+    torch.manual_seed(0)
+    blocks = [WideByAFlag() for _ in range(3)]
+    blocks[1].is_wide = True
+    check_ticks(Net(*blocks), sequences, Way(2))
+
+
+class PrintsAValue(Block):
+    def make(self) -> None:
+        self.register_buffer("seen", torch.zeros(1))
+
+    def extra_repr(self) -> str:
+        return f"seen={self.seen.item():.2f}"
+
+
+def test_a_block_that_prints_a_value() -> None:
+    torch.manual_seed(0)
+    check_ticks(Net(PrintsAValue(), PrintsAValue()), sequences, Way(2))
+
+
 class Masked(Block):
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         y = super().forward(x) * mask

@@ -30,7 +30,6 @@ from hightide.profiler.fake.attention import workspace_bytes
 from hightide.profiler.fake.values import Values
 from hightide.profiler.fake.watching import watched
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
-from hightide.profiler.model.kinds import build_of
 from hightide.profiler.needs.caching_allocator import holes_of
 from hightide.profiler.needs.token_tiles import TokenParts, is_long, staying_whole, tiling
 from hightide.profiler.needs.work import Counted, Result, WorkMeter
@@ -123,14 +122,14 @@ class CallMeter:
         one: CallRecord,
         two: CallRecord | None,
         num_samples: int,
-        taps: Sequence[Tap] = (),
-        alike: Hashable = None,
+        taps: Sequence[Tap],
+        alike: Hashable,
     ) -> int:
         """`one` and `two` are the same call with num_samples and with one more. `alike`: equal for blocks that do the
-        same, which is more than taking the same bytes. To be called with fake parameters. Returns the kind of the
-        call."""
-        key: tuple[Any, ...] = (build_of(module), repr(module), split, num_samples, leaves_key(one.leaves), two is None)
-        key += (tuple(taps), is_long(one, num_samples) and (alike, staying_whole(module)))
+        same; those that are built and printed alike may differ by a flag. To be called with fake parameters. Returns
+        the kind of the call."""
+        key: tuple[Any, ...] = (alike, split, num_samples, leaves_key(one.leaves), two is None)
+        key += (tuple(taps), is_long(one, num_samples) and staying_whole(module))
         known = self._measured.get(key)
         if known is not None and self._values is None:
             return known.kind
