@@ -121,10 +121,14 @@ class CallSpec:
         Affine  # most bytes alive in recompute + backward of one micro-batch, beyond inputs, outputs' gradients
     )
     input_grads: Affine  # gradients of inputs, whole batch
-    tapped: Affine = Affine()  # what leaves the block by another way than its result, whole batch, until backward
+    tapped: Affine = (
+        Affine()
+    )  # what leaves the block by another way than its result, whole batch, until the block runs again
     num_saved: int = 1  # how many tensors `saved_inputs` are
     holes: Affine = Affine()  # what torch reserves on a GPU beyond that, for a micro-batch that runs eagerly
     num_kept: int = 16  # how many tensors the graph of one micro-batch keeps, at most
+    lasting: Affine = Affine()  # bytes that this graph holds beside those, whatever the level, and never elsewhere
+    left: Affine = Affine()  # bytes that a run on one micro-batch leaves in attributes, until the block runs again
     kind: int = 0  # calls of one kind are equal calls of equal blocks: they take equal memory and time
     forward: Work = Work()
     recompute: Work = Work()  # ends with the last tensor that backward needs

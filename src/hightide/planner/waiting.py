@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
-from hightide.ir.block import Affine, CallSpec
+from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.plan import Plan
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Tier
@@ -34,11 +34,30 @@ def away(plan: Plan, call: CallSpec) -> Away:
 
 def held_bytes(plan: Plan, call: CallSpec) -> int:
     """Of what the block has computed, by all micro-batches, wherever it waits."""
-    held, micro = held_by(plan, call), micro_batch_of(plan, call, Mode.TRAIN)
-    if held == Affine():
+    return _of_all(held_by(plan, call), plan, call)
+
+
+def lasting_bytes(plan: Plan, call: CallSpec) -> int:
+    """Of the graphs of all micro-batches, on the GPU, whatever they hold beside."""
+    return 0 if plan.blocks[call.block].compute is Tier.HOST else _of_all(call.lasting, plan, call)
+
+
+def left_bytes(profile: ModelProfile, micro_batch: int) -> int:
+    """By blocks that have run, until they run again: in attributes, and what was tapped with whoever got it."""
+    left: dict[int, int] = {}
+    for call in profile.calls:
+        size = micro_batch if call.splittable else profile.num_samples
+        left[call.block] = max(left.get(call.block, 0), call.left.at(size))
+    return sum(left.values()) + sum(call.tapped.at(profile.num_samples) for call in profile.calls)
+
+
+def _of_all(line: Affine, plan: Plan, call: CallSpec) -> int:
+    """Of all micro-batches."""
+    if line == Affine():
         return 0
+    micro = micro_batch_of(plan, call, Mode.TRAIN)
     *whole, (_, last) = micro_batches(plan.num_samples, micro)
-    return len(whole) * held.at(micro) + held.at(last)
+    return len(whole) * line.at(micro) + line.at(last)
 
 
 def held_by(plan: Plan, call: CallSpec) -> Affine:

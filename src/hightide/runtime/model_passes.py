@@ -117,7 +117,8 @@ class ModelPasses:
             if id(value) not in moved:  # labels are often the input ids themselves
                 moved[id(value)] = copy_to(value, gpu.device)
                 if value.device.type == "cpu" and self._run.chunks.tables:
-                    self.cpu_copies.note(moved[id(value)], value)
+                    with gpu.unmetered():
+                        self.cpu_copies.note(moved[id(value)], value)
             return moved[id(value)]
 
         with gpu.meter("batch"):

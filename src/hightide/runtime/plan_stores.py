@@ -16,6 +16,7 @@ from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lower import modes_beside
 from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Searched, Solution
+from hightide.planner.waiting import left_bytes
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.disk import DiskStore
 from hightide.stores.host_arena import HostArena
@@ -77,7 +78,8 @@ def _memory(solution: Solution, device: torch.device) -> tuple[Accelerator, Host
         return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes, needed_bytes=host_bytes)
     host = PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES), device)
     base_bytes = max(schedule.gpu_base_bytes for schedule in schedules.values())
-    slab_bytes = base_bytes - profile.batch_bytes - profile.buffer_bytes  # these two are no regions
+    no_regions = profile.batch_bytes + profile.buffer_bytes + left_bytes(profile, plan.micro_batch)
+    slab_bytes = base_bytes - no_regions
     rounding_bytes = 2 * ALIGN_BYTES  # of the two pools of slots
     return CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0), host
 

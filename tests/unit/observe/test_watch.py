@@ -150,9 +150,18 @@ def test_a_forecast_that_holds_is_not_spoken_about(gpu: str) -> None:
     hightide.unwrap(model)
 
 
-def test_a_block_that_takes_more_is_no_alarm_where_the_whole_pass_does_not() -> None:
-    """The first layer of a T5 makes the position bias of all the others, in more memory than it was measured to take.
-    It is the only one, and what the forecast has too much elsewhere is more than that."""
+def test_a_block_that_takes_more_is_no_alarm_where_the_whole_pass_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer of a T5 makes the position bias of all the others. It is the only one that takes more memory than
+    it is said to take, and what the forecast has too much elsewhere is more than that."""
+    honest = hightide.posing.with_peaks
+
+    def first_shrunk(profile: ModelProfile, *args: Any) -> ModelProfile:
+        profile = honest(profile, *args)
+        first = next(call for call in profile.calls if profile.blocks[call.block].name == "encoder.block.0")
+        less = replace(first, forward_peak=shrunk(first.forward_peak, 0.6))
+        return replace(profile, calls=tuple(less if call is first else call for call in profile.calls))
+
+    monkeypatch.setattr(hightide.posing, "with_peaks", first_shrunk)
     model, batch = models.t5()
     limits = hightide.Limits(gpu=int(0.4 * whole_bytes(model, batch)), host="64MiB")
     model, optimizer = hightide.wrap(model, adamw(model), batch, limits=limits)

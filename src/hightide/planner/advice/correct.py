@@ -173,6 +173,8 @@ def _scaled_profile(profile: ModelProfile, factors: Factors) -> ModelProfile:
             call,
             forward_peak=_scaled(call.forward_peak, factors[call.kind]),
             kept=_scaled(call.kept, factors[call.kind]),
+            lasting=_scaled(call.lasting, factors[call.kind]),
+            left=_scaled(call.left, factors[call.kind]),
             backward_peak=_scaled(call.backward_peak, factors[call.kind]),
             selective=call.selective and replace(call.selective, kept=_scaled(call.selective.kept, factors[call.kind])),
         )

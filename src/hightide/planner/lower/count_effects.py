@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from hightide.ir.action import Action, ActionKey, Op
+from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
 from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL, region_bytes
 from hightide.ir.tier import Lane, Tier
@@ -20,7 +21,7 @@ from hightide.planner import inputs_on_disk, lookup
 from hightide.planner import loss_tiles as loss
 from hightide.planner.lower.draft import Draft
 from hightide.planner.placement import Placement
-from hightide.planner.waiting import away, held_by, held_bytes, micro_batch_of, num_away
+from hightide.planner.waiting import away, held_by, held_bytes, lasting_bytes, left_bytes, micro_batch_of, num_away
 
 Effect = defaultdict[str, int]  # by fields of an action; and "least_transient" of a tick, until it is known
 Effects = defaultdict[ActionKey, Effect]
@@ -29,7 +30,7 @@ Effects = defaultdict[ActionKey, Effect]
 def base_bytes(profile: ModelProfile, placement: Placement) -> dict[Tier, int]:
     """What is on each tier during the whole pass."""
     found, rows = placement.base_bytes(), lookup.standing_bytes(profile, placement.plan)
-    found[Tier.GPU] += profile.batch_bytes + profile.buffer_bytes
+    found[Tier.GPU] += profile.batch_bytes + profile.buffer_bytes + left_bytes(profile, placement.plan.micro_batch)
     inputs = inputs_on_disk.standing_bytes(profile, placement.plan)
     return {tier: num_bytes + rows[tier] + inputs[tier] for tier, num_bytes in found.items()}
 
@@ -45,6 +46,7 @@ def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
             effect = effects[tick.id]
             effect["gpu_transient"] = max(effect["gpu_transient"], effect.pop("least_transient", 0))
         _count_updates(draft, effects)
+        _count_coming_back(draft, effects)
         _count_parked(draft, effects)
     return [action.changed(**effects[action.id]) if action.id in effects else action for action in actions]
 
@@ -61,7 +63,8 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
     for index, call in enumerate(draft.profile.calls):
         forward = effects[ActionKey(Op.FORWARD, index)]
         new = _at(draft, call.new_inputs)
-        forward["gpu_takes"] += new + _output_bytes(draft, call) + _at(draft, call.tapped)
+        forward["gpu_takes"] += new + _output_bytes(draft, call)
+        forward["gpu_transient"] += _at(draft, call.tapped)  # beside that of the pass before, which is always there
         if draft.mode.trains:
             counted = max(arriving + new, _at(draft, call.saved_inputs)) + _output_bytes(draft, call)
             _count_glue(draft, forward, call.glue, waiting, counted)
@@ -73,8 +76,7 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
             glue = max(glue, new)
         arriving = _output_bytes(draft, call)
     if draft.mode.trains:
-        tapped = sum(_at(draft, call.tapped) for call in draft.profile.calls)
-        effects[ActionKey(Op.STEP)]["gpu_gives"] += arriving + glue + tapped
+        effects[ActionKey(Op.STEP)]["gpu_gives"] += arriving + glue
 
 
 def _excess_bytes(draft: Draft, call: CallSpec, arriving: int) -> int:
@@ -133,6 +135,12 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
     _keep(forward, backward, held_bytes(draft.plan, call))
     there = held_by(draft.plan, call).at(micro)
+    if lasting := lasting_bytes(draft.plan, call):
+        _add(forward, gpu_takes=lasting)
+        _add(backward, gpu_gives=lasting)
+        forward["gpu_transient"] -= call.lasting.at(micro)
+        if draft.plan.blocks[call.block].activation is Activation.KEEP:  # else it is made once more
+            there += call.lasting.at(micro)
     backward["gpu_transient"] = max(0, backward["gpu_transient"] - there)
 
 
@@ -184,6 +192,16 @@ def _count_updates(draft: Draft, effects: Effects) -> None:
             if action.runs_when_open:  # at the end of a backward that still holds its inputs and their gradients
                 backward = effects[draft.ticks[action.opens].id]
                 effects[action.id]["gpu_transient"] += max(0, backward["gpu_gives"] - backward["gpu_kept"])
+
+
+def _count_coming_back(draft: Draft, effects: Effects) -> None:
+    """What comes back takes its place at the end of a tick that still holds what it was given."""
+    for action in draft.actions:
+        if action.op is Op.UNSTASH and action.opens >= 0:
+            tick = draft.ticks[action.opens]
+            opener = effects[tick.id]
+            gone = 0 if tick.call is None else away(draft.plan, draft.profile.calls[tick.call]).input_bytes
+            effects[action.id]["gpu_transient"] += max(0, opener["gpu_gives"] - opener["gpu_kept"] - gone)
 
 
 def _count_parked(draft: Draft, effects: Effects) -> None:

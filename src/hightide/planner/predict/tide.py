@@ -90,12 +90,12 @@ def tide(
     ends: list[tuple[float, int, Action]] = []
     for order, span in enumerate(sorted(spans, key=lambda span: (span.start_s, span.end_s))):
         action = schedules[span.pass_index].by_id[span.id]
-        if not (action.gpu_takes or action.gpu_gives or action.gpu_transient):
+        if not (action.gpu_takes or action.gpu_gives or _inside(action)):
             continue
         while ends and ends[0][0] <= span.start_s:
             levels.append(_end(ends, now, held, begin_s))
         now.update(_taken(held[action.block], action))
-        now[MemoryPart.TRANSIENTS] += action.gpu_transient
+        now[MemoryPart.TRANSIENTS] += _inside(action)
         levels.append(_level(span.start_s - begin_s, now))
         heapq.heappush(ends, (span.end_s, order, action))
     while ends:
@@ -119,6 +119,11 @@ def base_parts(plan: Plan, base_bytes: int) -> dict[MemoryPart, int]:
 def _taken(part: MemoryPart, action: Action) -> dict[MemoryPart, int]:
     kept = action.gpu_kept if action.op in (Op.FORWARD, Op.UNSTASH) else 0
     return {MemoryPart.INPUTS: action.gpu_takes - kept, part: kept}
+
+
+def _inside(action: Action) -> int:
+    """While it runs. Of a transfer it is what is there for the moment in which it is issued."""
+    return action.gpu_transient if action.lane is Lane.COMPUTE else 0
 
 
 def _held_parts(profile: ModelProfile, plan: Plan) -> dict[int | None, MemoryPart]:
@@ -148,7 +153,7 @@ def _end(
         {
             MemoryPart.INPUTS: action.gpu_gives - kept,
             held[action.block]: kept,
-            MemoryPart.TRANSIENTS: action.gpu_transient,
+            MemoryPart.TRANSIENTS: _inside(action),
         }
     )
     return _level(end_s - begin_s, now)

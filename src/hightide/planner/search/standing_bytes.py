@@ -16,6 +16,7 @@ from hightide.planner.chunk_places import Home
 from hightide.planner.lookup import standing_bytes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
+from hightide.planner.waiting import left_bytes
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class _LayoutShares:
         num_grad_slots = candidate.num_grad_slots(grad_slots, any(share.has_leaving for share in counts))
         gpu += num_slots * buffers[Buffer.SLOT] + num_grad_slots * buffers[Buffer.GRAD_SLOT]
         gpu += sum(buffers[one] for one in STAGING) + profile.batch_bytes + profile.buffer_bytes
+        gpu += left_bytes(profile, candidate.micro_batch)
         if candidate.looked_up:
             rows = standing_bytes(profile, space.build(candidate))
             gpu, host = gpu + rows[Tier.GPU], host + rows[Tier.HOST]

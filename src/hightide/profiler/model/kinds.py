@@ -1,11 +1,13 @@
 """Which blocks are of one kind, so that what was tried with one holds for the others.
 
 Built alike is not enough: a flag in an attribute may make one of two blocks of a class do something else. Blocks are of
-one kind if their plain attributes agree too, but for numbers that are the block's own index (`layer_idx`).
+one kind if their plain attributes agree too, but for numbers that are the block's own index (`layer_idx`) and for names
+of what is in it (`"model.layers.3.self_attn"`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
@@ -42,7 +44,7 @@ def facts_of(module: nn.Module) -> Facts:
 def kinds_of(blocks: Sequence[FoundBlock]) -> list[Hashable]:
     """Per block: equal for those of one kind."""
     builds = [build_of(block.module) for block in blocks]
-    facts = [facts_of(block.module) for block in blocks]
+    facts = [_without_name(facts_of(block.module), block.name) for block in blocks]
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, build in enumerate(builds):
         groups.setdefault(build, []).append(index)
@@ -74,6 +76,21 @@ def is_plain_embedding(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     is_plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     return is_plain and module._parameters.keys() == {"weight"} and not any(hooks)
+
+
+def _without_name(facts: Facts, name: str) -> Facts:
+    """Strings that name a part of the block, by a path that begins anywhere above its place in a list, name it so."""
+    stack, _, number = name.rpartition(".")
+    if not number.isdigit():
+        return facts
+    own = re.compile(rf"(^|\.){re.escape(stack.rpartition('.')[2])}\.{number}(?=\.|$)")
+
+    def without(fact: Hashable) -> Hashable:
+        if type(fact) is str:
+            return own.sub(".", fact) if number in fact else fact
+        return tuple(map(without, fact)) if type(fact) is tuple else fact
+
+    return {path: without(fact) for path, fact in facts.items()}
 
 
 def _own_number(blocks: Sequence[FoundBlock], facts: Sequence[Facts], group: Sequence[int]) -> set[str]:

@@ -168,12 +168,15 @@ def in_training(model: nn.Module) -> Iterator[None]:
             module.training = False
 
 
+WITHOUT_GRAD = "it is called without gradients"
+
+
 def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
     return CallSpec(
         block=call.block,
         needs_backward=call.needs_backward,
-        splittable=call.split.splittable,
-        note=call.split.note,
+        splittable=call.split.splittable and not call.without_grad,
+        note=WITHOUT_GRAD if call.without_grad else call.split.note,
         new_inputs=call.new_inputs,
         saved_inputs=call.saved_inputs,
         outputs=call.outputs,

@@ -102,6 +102,13 @@ class Surveying:
         for index, reason in sorted(probed.refusals.items()):  # it is given copies, and the model's code misses it
             name = probed.blocks[index].name
             raise DoesNotRun(f"the block {name!r} {reason}. Without that the model does not run ({failure})")
+        if not probed.failure or probed.on_values:
+            raise DoesNotRun(
+                "the model runs on the example batch, but a part of it fails when it is run once more with the same "
+                f"arguments ({failure}), as recomputation in backward would do: a block changes what it is given (a "
+                "cache of keys and values?), or follows something that has changed. Call the model without a cache, or "
+                "let the block return what it adds"
+            )
         raise DoesNotRun(
             f"the model runs neither without values ({survey.failure}) nor, a block at a time, on the example batch "
             f"({failure}): what it needs cannot be known. Pass a batch on which it trains; its code between blocks is "

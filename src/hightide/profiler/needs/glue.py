@@ -1,13 +1,15 @@
 """Memory of the model's own code between blocks: tensors that it makes, and what its graph keeps for backward.
 
 [Note: metering between blocks] The model runs once more without values, forward and backward. A stand-in for each
-block returns tensors like those that were recorded, and gradients of its inputs, and keeps nothing itself, as if its
-inputs waited on the host. So what the meter sees at a block's tick is held by the code around it: a residual that waits
-for its sum, what a product saves for its gradient, a dropout's mask. In between it sees what that code needs at most.
+block returns tensors like those that were recorded, and gradients of its inputs, and keeps of these only what has no
+gradient (masks, positions), as if the others waited on the host. So what the meter sees at a block's tick is held by
+the code around it or by blocks before: a residual that waits for its sum, what a product saves for its gradient, a
+dropout's mask. In between it sees what that code needs at most.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -129,7 +131,8 @@ class _Watch:
         self.metered = _Metered([_Level()] * len(records), [_Level()] * len(records))
         self._live_bytes = self._peak_bytes = 0
         self._num_called: dict[int, int] = {}
-        self._latest: list[torch.UntypedStorage] = []  # of the results of the call before
+        self._latest: list[torch.Tensor] = []  # results of the call before
+        self._seen: set[weakref.ref[torch.UntypedStorage]] = set()  # of what calls have received or returned
         self.anchor = torch.empty(0, requires_grad=True)
 
     def called(self, block: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -137,19 +140,27 @@ class _Watch:
         place = self._next_call(block)
         record = self.records[place]
         inputs = tensors(flatten_call(args, kwargs)[0])
-        self.metered.forward[place] = self.level([*map(torch.Tensor.untyped_storage, inputs), *self._latest])
+        own = [one for one in inputs if one.requires_grad or not self._has_seen(one)]
+        self.metered.forward[place] = self.level([*own, *self._latest])
         outputs = list(_StandIn.apply(self, place, self.anchor if record.needs_backward else None, *inputs))
-        self._latest = list(map(torch.Tensor.untyped_storage, outputs))
+        self._latest = [output.detach() for output in outputs]
+        self._seen.update(map(_storage_ref, (*inputs, *outputs)))
         leaves = [outputs.pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in record.results]
         self.left()
         hand_out(module, record.tap_parts, outputs)
         assert record.result_tree is not None
         return unflatten(leaves, record.result_tree)
 
+    def _has_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether it has been counted with an earlier call (a mask, positions), if that is still waiting."""
+        return _storage_ref(tensor) in self._seen
+
     def came_back(self, place: int, grads: Sequence[torch.Tensor | None]) -> None:
         self._latest = []
-        if self.records[place].block != self.lazy_head:
-            self.metered.backward[place] = self.level([grad.untyped_storage() for grad in grads if grad is not None])
+        if self.records[place].block == self.lazy_head:  # all that was held when the loss began, and the loss
+            self.metered.backward[place] = _Level(self.metered.forward[place].held)
+        else:
+            self.metered.backward[place] = self.level([grad for grad in grads if grad is not None])
 
     def _next_call(self, block: int) -> int:
         """A call that was not recorded (a checkpoint of the user's runs its forward again) is like the last one."""
@@ -161,8 +172,14 @@ class _Watch:
         """A tick. What it has still in its hands is gone before anything is made."""
         self._peak_bytes = 0
 
-    def level(self, own: Sequence[torch.UntypedStorage]) -> _Level:
-        known = {id(storage): storage.nbytes() for storage in own if self.meter.ledger.knows(storage)}
+    def level(self, own: Sequence[torch.Tensor]) -> _Level:
+        """`own` tensors are counted elsewhere, but not what they are a part of."""
+        known: dict[int, int] = {}
+        for tensor in own:
+            storage = tensor.untyped_storage()
+            if self.meter.ledger.knows(storage):
+                num_bytes = known.get(id(storage), 0) + tensor.numel() * tensor.element_size()
+                known[id(storage)] = min(storage.nbytes(), num_bytes)
         live_bytes = self.meter.live_bytes
         return _Level(live_bytes - sum(known.values()), max(live_bytes, self._peak_bytes))
 
@@ -170,6 +187,10 @@ class _Watch:
         self._live_bytes += delta_bytes
         if delta_bytes > 0:
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+
+def _storage_ref(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
+    return weakref.ref(tensor.untyped_storage())
 
 
 class _StandIn(torch.autograd.Function):
@@ -185,6 +206,7 @@ class _StandIn(torch.autograd.Function):
         is_lazy = record.block == watch.lazy_head
         outputs = [_like(output, is_lazy) for output in record.outputs]
         recorded = zip(record.outputs, outputs, strict=True)
+        ctx.save_for_backward(*(tensor for tensor in inputs if not tensor.requires_grad))  # nobody else may have them
         ctx.mark_non_differentiable(*(output for like, output in recorded if not like.requires_grad))
         return tuple(outputs)
 

@@ -3,18 +3,25 @@
 [Note: two sizes are enough] Every tensor's bytes are affine in the number of samples, so a peak is the largest of
 several affine functions: convex. A line through the smallest and the largest micro-batch is therefore never below it
 in between, and exact at both ends. Work is affine itself.
+
+[Note: the first run] A block that is recomputed runs forward with a graph whose saved tensors are dropped. So does the
+first run here, and not without gradients: with them torch may choose other kernels, which take more. What is alive at
+its end was not saved for backward, so no recomputation spares it. Some of it goes with the graph (it lasts: tensors
+that an autograd function keeps as attributes of its own, leaves that the block has made), some of it stays until the
+block runs again (it is left: in attributes of modules).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.split import Split
@@ -23,7 +30,6 @@ from hightide.profiler.fake.attention import workspace_bytes
 from hightide.profiler.fake.values import Values
 from hightide.profiler.fake.watching import watched
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
-from hightide.profiler.model.kinds import build_of
 from hightide.profiler.needs.caching_allocator import holes_of
 from hightide.profiler.needs.token_tiles import TokenParts, is_long, staying_whole, tiling
 from hightide.profiler.needs.work import Counted, Result, WorkMeter
@@ -41,13 +47,16 @@ class MeteredCall:
     """Of one run of a block on one micro-batch. Inputs, parameters and their gradients are never counted."""
 
     outputs: int
-    forward_peak: int  # without graph, with the outputs
+    forward_peak: int  # with the outputs, and with what lasts
     forward: Counted
-    kept: int = 0  # by the graph, after the outputs are gone
+    lasting: int  # see [Note: the first run]
+    left: int
+    kept: int = 0  # by the graph of the second run, after the outputs are gone: beyond what lasts and is left
     num_kept: int = 0  # tensors, at most
     recompute: Counted = NOTHING
     results: tuple[Result, ...] = ()  # of the recomputation, as they are made
-    backward_peak: int = 0  # of forward with graph, then backward: with outputs and the gradients of inputs
+    backward_peak: int = 0  # of forward with graph, then backward: with outputs and the gradients of inputs, and with
+    # what lasts
     backward: Counted = NOTHING
     holes: int = 0  # see [Note: holes of one block]
 
@@ -66,6 +75,8 @@ class CallNeeds:
     selective: Selective | None = None
     num_kept: int = 16
     holes: Affine = NO_BYTES
+    lasting: Affine = NO_BYTES
+    left: Affine = NO_BYTES
     tiled: tuple[str, ...] = ()
 
     def wider(self, other: CallNeeds) -> CallNeeds:
@@ -84,6 +95,8 @@ class CallNeeds:
             backward=work(self.backward, other.backward),
             num_kept=max(self.num_kept, other.num_kept),
             holes=_widest(self.holes, other.holes),
+            lasting=_widest(self.lasting, other.lasting),
+            left=_widest(self.left, other.left),
         )
 
 
@@ -109,14 +122,14 @@ class CallMeter:
         one: CallRecord,
         two: CallRecord | None,
         num_samples: int,
-        taps: Sequence[Tap] = (),
-        alike: Hashable = None,
+        taps: Sequence[Tap],
+        alike: Hashable,
     ) -> int:
         """`one` and `two` are the same call with num_samples and with one more. `alike`: equal for blocks that do the
-        same, which is more than taking the same bytes. To be called with fake parameters. Returns the kind of the
-        call."""
-        key: tuple[Any, ...] = (build_of(module), repr(module), split, num_samples, leaves_key(one.leaves), two is None)
-        key += (tuple(taps), is_long(one, num_samples) and (alike, staying_whole(module)))
+        same; those that are built and printed alike may differ by a flag. To be called with fake parameters. Returns
+        the kind of the call."""
+        key: tuple[Any, ...] = (alike, split, num_samples, leaves_key(one.leaves), two is None)
+        key += (tuple(taps), is_long(one, num_samples) and staying_whole(module))
         known = self._measured.get(key)
         if known is not None and self._values is None:
             return known.kind
@@ -207,6 +220,9 @@ def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: Meter
         selective=selective(),
         num_kept=at_high.num_kept,
         holes=Affine.through(low, at_low.holes, high, at_high.holes),
+        # To be run again the block finds what it had left the time before, which waits with its graph.
+        lasting=Affine.through(low, at_low.lasting + at_low.left, high, at_high.lasting + at_high.left),
+        left=Affine.through(low, at_low.left, high, at_high.left),
     )
 
 
@@ -224,7 +240,7 @@ def _micro_batch(record: CallRecord, split: Split, num_samples: int) -> list[Any
 
 
 def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, taps: Sequence[Tap] = ()) -> MeteredCall:
-    """Runs one call forward without graph, then forward with graph and backward, and reads the meters."""
+    """Runs one call forward, then forward and backward, and reads the meters."""
     args, kwargs = unflatten([_detached(leaf, record.mutated) for leaf in leaves], record.tree)
 
     def run() -> list[torch.Tensor]:
@@ -233,19 +249,46 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
         return results + tapped.tensors
 
     device = _device_of(module, leaves)
-    meter, work = AllocationMeter(inside=workspace_bytes), WorkMeter()
-    with torch.no_grad(), watched(after=(meter.saw, work.saw)):
-        allocated = _Allocated(device)
-        results = run()
-        outputs, forward_peak, forward = meter.live_bytes, max(meter.peak_bytes, allocated.peak_bytes), work.counted
-        events = list(meter.events)
-    shapes = [torch.zeros_like(result) for result in results]
-    del results
+    with torch.enable_grad():
+        try:
+            metered, events, shapes = _first_run(run, device, drops=True)
+        except _Asked:
+            metered, events, shapes = _first_run(run, device, drops=False)
+            # Dropped tensors are made again on the way: another run, beside what this one has by then.
+            metered = replace(metered, forward_peak=2 * metered.forward_peak)
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    metered = MeteredCall(outputs, forward_peak, forward)
     return _with_graph(metered, run, shapes, device, events)
+
+
+class _Asked(Exception):
+    """The block takes a gradient in its own forward: it needs what its graph saves."""
+
+
+def _first_run(
+    run: Callable[[], list[torch.Tensor]], device: torch.device | None, drops: bool
+) -> tuple[MeteredCall, list[Event], list[torch.Tensor]]:
+    """With its events, and with gradients of what it returns. See [Note: the first run]."""
+
+    def asked(_nothing: None) -> torch.Tensor:
+        raise _Asked
+
+    meter, work = AllocationMeter(inside=workspace_bytes), WorkMeter()
+    with watched(after=(meter.saw, work.saw)):
+        allocated = _Allocated(device)
+        with saved_tensors_hooks(lambda _: None, asked) if drops else nullcontext():
+            results = run()
+        peak_bytes, events = max(meter.peak_bytes, allocated.peak_bytes), list(meter.events)
+    edges = [get_gradient_edge(result) for result in results if result.requires_grad]
+    gradients = [torch.zeros_like(result) for result in results]
+    storages = {id(storage): storage for storage in map(torch.Tensor.untyped_storage, results)}
+    outputs = sum(storage.nbytes() for storage in storages.values() if meter.ledger.knows(storage))
+    del results, storages
+    with_graph = meter.live_bytes if drops else 0
+    del edges
+    left = meter.live_bytes
+    return MeteredCall(outputs, peak_bytes, work.counted, max(0, with_graph - left), left), events, gradients
 
 
 def _with_graph(
@@ -272,6 +315,7 @@ def _with_graph(
         stand_in = gradients[0].new_empty(with_results - kept, dtype=torch.uint8) if gradients else None
         recompute, num_results = saved[-1]
         made = tuple(work.results[:num_results])
+        kept = max(0, kept - metered.lasting - metered.left)
         metered = replace(metered, kept=kept, num_kept=len(saved) - 1, recompute=recompute, results=made)
         if edges:
             before = work.counted

@@ -59,6 +59,7 @@ def compare(
             output_shapes=_shapes(one.outputs),
             **{name: _fit(first.num_samples, size, larger.get(name)) for name, size in sizes[id(one)].items()},
             num_saved=sum(tensor.requires_grad for tensor in one.inputs),
+            without_grad=one.without_grad,
         )
         calls.append(call)
     loose = first.loose | second.loose

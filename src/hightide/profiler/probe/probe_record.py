@@ -52,6 +52,7 @@ class CallRecord:
     problem: str = ""  # why blocks cannot be called like this
     returned: int | str | None = None  # the argument that is the result too, if it is a list or dict
     needs_backward: bool = False  # as the block itself returns; a hook of the user's may ask for gradients later
+    without_grad: bool = False  # under the model's own `torch.no_grad()`
     finished: bool = False
 
     @property
@@ -190,6 +191,7 @@ class Recorder:
         record.tapped, record.tap_parts = [bordered(tensor) for tensor in tapped.tensors], tapped.parts
         hand_out(module, tapped.parts, record.tapped)
         record.needs_backward = any(tensor.requires_grad for tensor in record.outputs)
+        record.without_grad = not torch.is_grad_enabled()
         record.returned = _returned(args, kwargs, result)
         if not module._backward_hooks and not module._backward_pre_hooks:  # for these torch puts others in their place
             record.problem = _problem(record, flatten_call(args, kwargs)[0])

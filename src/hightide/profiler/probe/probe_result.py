@@ -30,6 +30,7 @@ class ProbedCall:
     outputs: Affine  # of its result
     tapped: Affine  # what its taps take out, which lives until backward
     num_saved: int = 1
+    without_grad: bool = False  # then it runs unsplit, however it divides
 
 
 @dataclass(frozen=True)

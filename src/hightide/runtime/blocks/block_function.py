@@ -362,9 +362,11 @@ class BlockCall:
                     if want:
                         summed[index].add(graph.take_grad(index), start, num_samples)
                 del graph, roots
-            self.away.release(run.stashes)  # before gradients leave, which may wait where they lay
+            found = [total.value if want else None for total, want in zip(summed, wanted, strict=True)]
+            del tensors, summed  # inputs go before gradients leave, which may wait where they lay
+            self.away.release(run.stashes)
         self._graphs = None
-        return [total.value if want else None for total, want in zip(summed, wanted, strict=True)]
+        return found
 
     def run_or_replay(self) -> list[Tensor]:
         """In forward, and again in backward. See [Note: replays]. What backward itself changes, by a hook, stays."""

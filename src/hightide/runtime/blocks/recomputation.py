@@ -64,6 +64,10 @@ class Recomputed:
         with saved_tensors_hooks(self._pack, self._unpack), self._first:
             result = self._function()
         self._is_forward_done = True
+        if self._num_again:  # a gradient was taken on the way: what else was made again for it would stay
+            for found in self._saved:
+                if (saved := found()) is not None:
+                    saved.tensor = None
         return result
 
     def _pack(self, tensor: Tensor) -> _Saved:

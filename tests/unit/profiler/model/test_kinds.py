@@ -34,6 +34,15 @@ def test_an_index_does_not_tell_blocks_apart() -> None:
     assert are_alike(two[1], two[2])
 
 
+def test_a_path_to_its_own_part_does_not_tell_a_block_apart() -> None:
+    named = [FoundBlock(f"base.model.layers.{index}", Layer(index)) for index in range(12)]
+    for index, block in enumerate(named):
+        block.module.options = {"target": f"model.layers.{index}.linear"}
+    assert len(set(kinds_of(named))) == 1
+    named[1].module.options = {"target": "model.layers.11.linear"}  # of another
+    assert len(set(kinds_of(named))) == 2
+
+
 DIFFERENCES: dict[str, Callable[[Layer], Any]] = {
     "a flag": lambda layer: setattr(layer, "mix", True),
     "a number": lambda layer: setattr(layer, "heads", 4),

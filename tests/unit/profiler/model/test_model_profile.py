@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,3 +158,31 @@ def test_a_model_that_asks_for_values_is_profiled_unsplit_with_a_warning(calls: 
     assert [block.name for block in profile.blocks] == ["layers.0", "layers.1"]
     assert [call.splittable for call in profile.calls] == [False] * calls, "the way that its values lead it"
     assert all(call.outputs == Affine(0, 32) and call.kept == Affine() for call in profile.calls)
+
+
+class Remembers(nn.Module):
+    """Adds to what it is given, as an object that nobody sees into, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
+        cache.rows = x.detach() if cache.rows is None else torch.cat([cache.rows, x.detach()])
+        return self.linear(x) * cache.rows
+
+
+class GivesACache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Remembers() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, SimpleNamespace(rows=None))
+        return x.mean()
+
+
+def test_a_block_that_cannot_be_called_again_is_not_blamed_on_the_batch() -> None:
+    with pytest.raises(ValueError, match=r"run once more with the same arguments.*cache"):
+        profile_model(GivesACache(), None, {"x": torch.randn(3, 4)})
