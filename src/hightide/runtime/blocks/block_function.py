@@ -38,7 +38,7 @@ from hightide.profiler.probe.taps import hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
 from hightide.runtime.blocks.call_frame import CallFrame
 from hightide.runtime.blocks.compiled import NotCompiled
-from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, divided, sliced_grads
+from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, dims_of, divided, sliced_grads
 from hightide.runtime.blocks.recomputation import Recomputed
 from hightide.runtime.guards.transforms import once
 from hightide.runtime.waiting.activations import FREED
@@ -138,6 +138,7 @@ class BlockCall:
                 outputs = self._with_graph(inputs, num_samples) if needs_backward else self.run(inputs)
             self._check_outputs(outputs)
             if gathered is None:
+                self.output_dims = dims_of(outputs, self.output_dims, num_samples)
                 gathered = Gathered(outputs, self.output_dims, self.bounds)
                 self._differentiable = [output.requires_grad for output in outputs]
             gathered.put(number, outputs)
