@@ -165,8 +165,8 @@ def train(
     cleared: bool = True,
 ) -> dict[str, Any]:
     """`cleared`: gradients, after each step. `replicas`: groups of ranks, each on what it takes for a node of its own,
-    that have a copy of everything; the same plans are run without them too. `planned`: whether the plan knows how often the loop accumulates. `ignored`:
-    all labels of the last rank are. The weights are compared on the first rank."""
+    that have a copy of everything; the same plans are run without them too. `planned`: whether the plan knows how often
+    the loop accumulates. `ignored`: all labels of the last rank are. The weights are compared on the first rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     batches = [cast(batch, dtype) for batch in batches_of(subject, rank, NUM_STEPS * accumulate, uneven)]
