@@ -54,6 +54,19 @@ def test_smaller_and_shorter_batches() -> None:
     assert_streamed(wrapped, micro_batches=[3, 3, 1])
 
 
+@pytest.mark.parametrize("num_samples", [5, 7])
+def test_what_leaves_a_block_token_by_token_is_split_at_other_lengths(num_samples: int) -> None:
+    """A router's logits have a row per token, of which the example had 10 per sample: 7 samples of 6 are 42 rows."""
+    whole = [models.token_batch(seed=10 + step, num_samples=num_samples) for step in range(2)]
+    batches = [{name: value[:, : (10, 6)[step]] for name, value in batch.items()} for step, batch in enumerate(whole)]
+    build = partial(models.qwen3_moe, num_layers=2, num_samples=num_samples)
+    limits = hightide.Limits(gpu="16MiB", host="64MiB")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compare(build, lambda: batches, wrap={"limits": limits, "micro_batch": 2 if num_samples == 5 else 5})
+    assert not [str(one.message) for one in said if "whole batch" in str(one.message)]
+
+
 def test_num_items_in_batch() -> None:
     """What transformers' Trainer passes when it accumulates: the loss is a sum over tokens divided by this number."""
 

@@ -129,7 +129,9 @@ def batches_of(subject: str, rank: int, num: int, uneven: bool) -> list[Any]:
     return [BATCH[subject](seed=100 * rank + step, num_samples=num_samples) for step in range(num)]
 
 
-def steps(model: Any, optimizer: Any, batches: list[Any], clip: float | None, accumulate: int) -> dict[str, Any]:
+def steps(
+    model: Any, optimizer: Any, batches: list[Any], clip: float | None, accumulate: int, cleared: bool = True
+) -> dict[str, Any]:
     losses, norms = [], []
     for at in range(0, len(batches), accumulate):
         for batch in batches[at : at + accumulate]:
@@ -139,7 +141,8 @@ def steps(model: Any, optimizer: Any, batches: list[Any], clip: float | None, ac
         if clip is not None:
             norms.append(float(torch.nn.utils.clip_grad_norm_(list(model.parameters()), clip)))
         optimizer.step()
-        optimizer.zero_grad()
+        if cleared:
+            optimizer.zero_grad()
     return {"losses": losses, "norms": norms}
 
 
@@ -160,10 +163,11 @@ def train(
     gradients: str = "float32",
     replicas: int = 1,
     device: str = "cpu",
+    cleared: bool = True,
 ) -> dict[str, Any]:
-    """`replicas`: groups of ranks, each on what it takes for a node of its own, that have a copy of everything; the
-    same plans are run without them too. `planned`: whether the plan knows how often the loop accumulates. `ignored`:
-    all labels of the last rank are. The weights are compared on the first rank."""
+    """`cleared`: gradients, after each step. `replicas`: groups of ranks, each on what it takes for a node of its own,
+    that have a copy of everything; the same plans are run without them too. `planned`: whether the plan knows how often
+    the loop accumulates. `ignored`: all labels of the last rank are. The weights are compared on the first rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     batches = [cast(batch, dtype) for batch in batches_of(subject, rank, NUM_STEPS * accumulate, uneven)]
@@ -186,7 +190,7 @@ def train(
         plan = plans.of(world, way, sums, int(groups or 1))
         limits = hightide.Limits(disk=f"{tempfile.gettempdir()}:64MiB") if plan.disk_limit_bytes else None
         wrapped, stepping = hightide.wrap(model, optimizer, example, plan=plan, limits=limits, device=device)
-        found[where] = steps(wrapped, stepping, batches, clip, accumulate)
+        found[where] = steps(wrapped, stepping, batches, clip, accumulate, cleared)
         weights[where] = {name: value.cpu() for name, value in wrapped.state_dict().items()}
         found[where]["digest"] = digest(weights[where])
         found[where]["deviations"] = hightide.stats(wrapped).deviations
@@ -197,7 +201,7 @@ def train(
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = optimizer_of(model) if dtype == "float32" else WithMasters(model)
     there = [{name: moved(value, device) for name, value in batch.items()} for batch in batches]
-    found["plain"] = steps(ddp, optimizer, there, clip, accumulate)
+    found["plain"] = steps(ddp, optimizer, there, clip, accumulate, cleared)
     plain = {name: value.cpu() for name, value in model.state_dict().items()}
     del ddp  # before the group: its reducer, as the last to hold it, would wait for a thread that waits for the GIL
     for where in places if rank == 0 else ():

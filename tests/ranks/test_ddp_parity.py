@@ -77,6 +77,17 @@ def test_planned_accumulation(training: StartedRanks) -> None:
     check(training, 2, ["mixed"], subject="hand_written", accumulate=2, clip=0.5)
 
 
+def test_sums_that_stay_are_used_where_they_are_by_updates_in_backward(training: StartedRanks) -> None:
+    places = ["sharded on the gpu", "mixed"]
+    check(training, 2, places, subject="hand_written", accumulate=2, sums="gpu", update="in_backward")
+
+
+def test_sums_that_stay_go_on_after_a_step_as_the_mean_of_all_ranks(training: StartedRanks) -> None:
+    """Nobody clears gradients: a rank must not go on with what it alone had of other ranks' shards."""
+    places = ["sharded on the gpu", "mixed"]
+    check(training, 2, places, subject="hand_written", accumulate=2, sums="gpu", clip=0.5, cleared=False)
+
+
 def test_accumulation_that_no_plan_knows(training: StartedRanks) -> None:
     """A sum that goes on may still be averaged when the next backward begins, which that of a tied head does first."""
     check(training, 2, ["mixed", "replicated"], subject="llama_tied", accumulate=2, planned=False, clip=0.5)

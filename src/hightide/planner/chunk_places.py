@@ -133,7 +133,8 @@ class ChunkPlaces:
         # It leaves where it is summed once a step, and one update reads all of it right away.
         leaves_once = (stays or (not several and chunk.num_backwards == 1)) and not on_host
         is_used_at_once = leaves_once and trained and chunk.optimised_numel == chunk.trainable_numel
-        is_read_at_once = self._update is Update.IN_BACKWARD and is_used_at_once
+        ends_where_it_stays = stays and not leaves
+        is_read_at_once = self._update is Update.IN_BACKWARD and is_used_at_once and not ends_where_it_stays
         parks = is_read_at_once and home.parks and leaves
         # Between the passes of a step a sum from disk may wait on the host.
         at_rest = Tier.HOST if several and not stays and states is Tier.DISK and home.sums is Tier.HOST else states

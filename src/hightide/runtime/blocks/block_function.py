@@ -39,7 +39,7 @@ from hightide.profiler.trial.state import Snapshot
 from hightide.runtime.blocks.call_frame import CallFrame
 from hightide.runtime.blocks.compiled import NotCompiled
 from hightide.runtime.blocks.kept_since import KeptSince
-from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, divided, sliced_grads
+from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, dims_of, divided, sliced_grads
 from hightide.runtime.blocks.recomputation import Recomputed
 from hightide.runtime.guards.contents import Contents
 from hightide.runtime.guards.first_look import State
@@ -149,6 +149,7 @@ class BlockCall:
                 outputs = self._with_graph(inputs, num_samples) if needs_backward else self.run(inputs)
             self._check_outputs(outputs)
             if gathered is None:
+                self.output_dims = dims_of(outputs, self.output_dims, num_samples)
                 gathered = Gathered(outputs, self.output_dims, self.bounds)
                 self._differentiable = [output.requires_grad for output in outputs]
             gathered.put(number, outputs)

@@ -40,6 +40,21 @@ def divided(
     return micro_batches(int(size), micro_batch), split.inputs, split.outputs
 
 
+def dims_of(
+    outputs: Sequence[Tensor], dims: Sequence[BatchDim | None] | None, num_samples: int
+) -> Sequence[BatchDim | None] | None:
+    """Of outputs of so many samples: how many rows each has of a sample may follow from its length (a router's logits
+    of all tokens), which was another one when the block was probed."""
+    if dims is None or len(dims) != len(outputs):
+        return dims
+    return [
+        dim
+        if dim is None or output.shape[dim.dim] % num_samples
+        else BatchDim(dim.dim, output.shape[dim.dim] // num_samples)
+        for output, dim in zip(outputs, dims, strict=True)
+    ]
+
+
 def sliced_grads(
     grads: Sequence[Tensor | None], dims: Sequence[BatchDim | None] | None, bounds: list[tuple[int, int]], number: int
 ) -> list[Tensor | None]:

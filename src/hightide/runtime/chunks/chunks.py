@@ -203,6 +203,16 @@ class Chunks(Homes):
                 target[own].mul_(self.num_shards)
         return home.nbytes
 
+    def spread_gradient(self, chunk: int) -> None:
+        """As `bring_gradient` leaves it, of a sum that has stayed where it was averaged: pieces of others are what this
+        rank alone had of them."""
+        flat, end = self.grad_on_gpu(chunk), 0
+        for _, own in sorted(self.own_pieces(chunk, 2), key=lambda piece: piece[1].start):
+            flat[end : own.start].zero_()
+            flat[own].mul_(self.num_shards)
+            end = own.stop
+        flat[end:].zero_()
+
     def round_gradient(self, chunk: int) -> None:
         """Where it is on the GPU, on the stream that computes; of several ranks, on the one that reduces."""
         if self._rounding is not None and (dtype := self.rounding_dtype(chunk)) is not None:

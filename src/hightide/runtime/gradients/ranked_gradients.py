@@ -76,13 +76,24 @@ class RankedGradients(Gradients):
             self.freshen_home(chunk)
         elif not (place.in_grad_slot or place.leaves) or chunks.grad_copies[chunk].state is not Residency.ABSENT:
             self.wait_for(chunk)
+            self._go_on(chunk)
             self._freshen(chunk, chunks.grad_on_gpu(chunk))
 
     def bind(self, chunk: int, block: int) -> None:
         """A sum that goes on where it lies may still be averaged: its last pass has ended, or its planned calls of this
         one, and others are slower."""
         self.wait_for(chunk)
+        self._go_on(chunk)
         super().bind(chunk, block)
+
+    def _go_on(self, chunk: int) -> None:
+        """With a sum that was averaged where it stays: a step came, and nobody has cleared it."""
+        place = self._chunks.placed[chunk]
+        if not (self._chunks.is_cut(chunk) and place.stays and not place.leaves):
+            return
+        if chunk not in self.unreduced and self.has_gradient(chunk):
+            self._chunks.spread_gradient(chunk)
+            self.unreduced.add(chunk)
 
     def _summed(self, chunk: int, received: dict[str, Tensor], is_final: bool) -> None:
         """What is done where there is one rank, `averaged` does."""

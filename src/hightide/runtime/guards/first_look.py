@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hightide.ir.split import BatchDim
 from hightide.process.interrupts import in_a_line
 from hightide.profiler.model.call_tree import narrow
 from hightide.profiler.model.hooks import HookWatch, num_hooks, users_hooks_aside
 from hightide.profiler.probe.compare_runs import HOOKED
 from hightide.profiler.trial.quiet import Quiet
 from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
+from hightide.runtime.blocks.micro_batches import dims_of
 from hightide.runtime.guards.later_changes import BlockChanges, CodeChanges, Epochs
 from hightide.stores.store import OutOfMemory
 
@@ -231,7 +231,10 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
 
     with Quiet():
         whole = tried(0, num_samples)
-        dims: Sequence[BatchDim | None] = call.output_dims or [None] * len(whole)
+        dims = dims_of(whole, call.output_dims, num_samples) or [None] * len(whole)
+        for index, (output, dim) in enumerate(zip(whole, dims, strict=True)):
+            if dim is not None and output.shape[dim.dim] != dim.rows * num_samples:
+                return DIFFERS.format(index)
         errors: list[list[Tensor]] = [[] for _ in whole]  # per output and micro-batch: its size, and that of the error
         for start, size in bounds:
             try:
