@@ -79,6 +79,7 @@ def twice(*_):
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)  # its handler runs in the main thread
+    time.sleep(5)  # a slow disk: what is written is not done when the process ends
 
 def half_a_line(file, content):
     os.truncate(file, os.path.getsize(f"/proc/self/fd/{file}"))

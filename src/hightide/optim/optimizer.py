@@ -75,7 +75,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         with held:  # it is done or not done, whatever interrupts it
             if self._run.plan.update is Update.IN_BACKWARD:
                 self._updates.check_promise()
-                if self._run.executor.promises.has_kept_backward:
+                if self._run.executor.promises.has_gradients:
                     self._run.gradients.refuse_dropped(self._updates.used)
             try:
                 self._updates.follow()

@@ -241,9 +241,10 @@ def _micro_batch(record: CallRecord, split: Split, num_samples: int) -> list[Any
 
 def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, taps: Sequence[Tap] = ()) -> MeteredCall:
     """Runs one call forward, then forward and backward, and reads the meters."""
-    args, kwargs = unflatten([_detached(leaf, record.mutated) for leaf in leaves], record.tree)
+    inputs = [_detached(leaf, record.mutated) for leaf in leaves]
 
     def run() -> list[torch.Tensor]:
+        args, kwargs = unflatten(inputs, record.tree)  # each time: a block may write into a list that it is given
         with tapping(module, taps) as tapped:
             results = tensors(flatten(module.forward(*args, **kwargs))[0])
         return results + tapped.tensors

@@ -115,7 +115,7 @@ def _closures(module: nn.Module, seen: dict[int, Any]) -> Iterator[_Kept]:
 
 def contents(module: nn.Module) -> dict[str, Any]:
     """All that a `Snapshot` sees, by value and by name, to be compared with `same_contents`."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by id, kept alive: another must not get the id of one
     found: dict[str, Any] = {}
     for name, inside in module.named_modules():
         kept = {key: value for key, value in inside.__dict__.items() if key not in INTERNAL}
@@ -131,14 +131,14 @@ def same_contents(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return _same(one, two)
 
 
-def _content(value: Any, seen: set[int], depth: int) -> Any:
+def _content(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, _OPAQUE) or id(value) in seen or depth > MAX_DEPTH:
         return None
-    seen.add(id(value))
+    seen[id(value)] = value
     if (state := _state_of(value)) is not None:
         return state[0](value)
     if isinstance(value, dict):

@@ -448,6 +448,7 @@ class Executor:
     def _use_up_gradients(self) -> None:
         """The updates of this backward have run, but for a few of the step's (loose parameters have theirs there): what
         `step()` finds afterwards it would take for new."""
+        self.promises.give_up_gradients()
         for spec in self._chunks.specs:
             if self._gradients.has_gradient(spec.index):
                 if spec.optimised_numel and spec.index not in self._performer.updated:

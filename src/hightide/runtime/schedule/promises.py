@@ -24,6 +24,7 @@ class Promises:
         self._was_told = False
         self.owes_step = False  # in-backward updates have run, and step() was not called since
         self._has_ended = False  # the backward of these, without an exception
+        self._gave_up = False  # its gradients, in a move to another plan
         # By chunk, the tick of the last pass of a step with which its sum is final. Empty: every pass is the last.
         self._final: dict[int, int] = {}
         for index, tick in enumerate(programs[Mode.LAST].ticks if accumulate > 1 else ()):
@@ -32,7 +33,7 @@ class Promises:
 
     def go_on(self, before: Promises) -> None:
         """With what counts whatever the plan."""
-        self.owes_step, self._has_ended = before.owes_step, before._has_ended
+        self.owes_step, self._has_ended, self._gave_up = before.owes_step, before._has_ended, before._gave_up
         self._num_backwards, self._was_told = before._num_backwards, before._was_told
 
     def program(self, exists: bool | None = None) -> Program:
@@ -81,6 +82,7 @@ class Promises:
     def uses_up(self, program: Program) -> None:
         """A backward of this pass has begun."""
         self.owes_step, self._has_ended = self._in_backward and program.mode.ends_step, False
+        self._gave_up = False
 
     def end_backward(self) -> None:
         self._has_ended = True
@@ -89,6 +91,15 @@ class Promises:
     def has_kept_backward(self) -> bool:
         """Whether updates have run in a backward that has ended without an exception."""
         return self.owes_step and self._has_ended
+
+    def give_up_gradients(self) -> None:
+        """Which updates have used."""
+        self._gave_up = True
+
+    @property
+    def has_gradients(self) -> bool:
+        """Of a backward whose updates have run: unless somebody has dropped them."""
+        return self.has_kept_backward and not self._gave_up
 
     def check_update(self, chunk: int, block: int) -> None:
         """Before anything is added to the chunk's gradient."""

@@ -207,7 +207,8 @@ def test_torch_is_asked_with_short_tensors_that_are_real(padded: bool, monkeypat
     assert layer_call(1024, padded=padded).backward_peak == by_rule.backward_peak
     assert {kind for kind, *_ in asked} == {torch.Tensor}
     assert {shape[2:] for _, shape, *_ in asked} == {(attention.SHORT, HIDDEN // HEADS)}
-    assert {needs for *_, needs in asked} == {False, True} and {stride for *_, stride, _ in asked} == {1}
+    assert {needs for *_, needs in asked} == {True}, "with gradients torch takes other kernels"
+    assert {stride for *_, stride, _ in asked} == {1}
 
 
 def test_long_sequences_are_tried_short(monkeypatch: pytest.MonkeyPatch) -> None:
