@@ -132,13 +132,17 @@ def test_one_at_a_time(gate: threading.Event, tmp_path: Path) -> None:
     assert first.done and second.wait() == tmp_path / "step-6"
 
 
-def fill_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full from now on."""
+def fill_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writes fail, once the event is set that is returned. It is."""
+    may_fail = threading.Event()
+    may_fail.set()
 
     def refuse(*_: object) -> None:
+        may_fail.wait(60)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(filesystem, "write_all", refuse)
+    return may_fail
 
 
 def test_a_full_disk_is_warned_of_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,12 +168,18 @@ def test_or_it_is_raised_at_the_end_of_the_next_step(tmp_path: Path, monkeypatch
     train(model, optimizer, 1)
     with monkeypatch.context() as context, warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*was not saved")
-        fill_up(context)
-        hightide.save(model, optimizer, tmp_path, on_error="raise").join()
+        may_fail = fill_up(context)
+        may_fail.clear()  # else save() may find out, and raise it itself
+        saving = hightide.save(model, optimizer, tmp_path, on_error="raise")
+        may_fail.set()
+        saving.join()
         with pytest.raises(ValueError, match="No space left"):
             train(model, optimizer, 2)
         train(model, optimizer, 3)  # once
-        hightide.save(model, optimizer, tmp_path, on_error="raise").join()
+        may_fail.clear()
+        saving = hightide.save(model, optimizer, tmp_path, on_error="raise")
+        may_fail.set()
+        saving.join()
         with pytest.raises(ValueError, match="No space left"):
             hightide.save(model, optimizer, tmp_path)
         with pytest.raises(ValueError, match="No space left"):
