@@ -31,6 +31,7 @@ from hightide.ir.tier import Lane, Tier
 from hightide.observe.ranked_watch import RankedWatch
 from hightide.observe.timing import Measured, StepTimes
 from hightide.planner.advice.correct import MemoryShortage
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.solution import Solution
 from hightide.process.system import resident_bytes
 from hightide.runtime import alike
@@ -226,6 +227,20 @@ def plan_and_train(rank: int, world: int, gpu: str, host: str) -> dict[str, Any]
     stats = hightide.stats(wrapped)
     peaks, plan = [stats.peak_bytes[tier] for tier in (Tier.GPU, Tier.HOST)], stats.plan
     return {**found, "ranks": plan.ranks, "peaks": peaks, "limits": [plan.gpu_limit_bytes, plan.host_limit_bytes]}
+
+
+def asks_for_more(rank: int, world: int) -> dict[str, Any]:
+    """The limit of one rank is too small for any plan; each loop tries again with what the error says is enough."""
+    torch.set_num_threads(1)
+    model, example = built("hand_written", False)
+    limits, told = hightide.Limits(gpu="1KiB" if rank else "16MiB", host="64MiB"), ""
+    try:
+        hightide.wrap(model, optimizer_of(model), example, limits=limits)
+    except InfeasiblePlan as error:
+        told, limits = str(error), hightide.Limits(gpu=error.enough[0][Tier.GPU], host="64MiB")
+    wrapped, stepping = hightide.wrap(model, optimizer_of(model), example, limits=limits)
+    found = steps(wrapped, stepping, batches_of("hand_written", rank, 1, False), 0.5, 1)
+    return {**found, "told": told, "limit": hightide.stats(wrapped).plan.gpu_limit_bytes}
 
 
 class Skipping(nn.Module):

@@ -25,6 +25,14 @@ def test_the_first_rank_plans_for_all(training: StartedRanks) -> None:
         assert all(0 < peak <= limit for peak, limit in zip(found["peaks"], found["limits"], strict=True))
 
 
+def test_limits_that_are_too_small_on_one_rank_are_the_same_error_on_all(training: StartedRanks) -> None:
+    """Else a loop that tries again would wait for ranks whose loops do not."""
+    first, second = (rank.result for rank in training.run("asks_for_more", 2, WITHIN_S))
+    assert first["told"].startswith("no plan fits 1024 bytes")
+    assert second["told"] == f"rank 0 could not make a plan: {first['told']}"
+    assert first["limit"] == second["limit"] and first["norms"] == second["norms"]
+
+
 @pytest.mark.parametrize("where", ["mixed", pytest.param("whole parameters", marks=pytest.mark.long)])
 def test_values_are_those_of_the_first_rank_and_can_be_loaded_and_read(training: StartedRanks, where: str) -> None:
     first, second = (rank.result for rank in training.run("values", 2, within_s=WITHIN_S, where=where))

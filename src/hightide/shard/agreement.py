@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from hightide.ir.tier import Tier
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.shard.collectives import Collectives
 from hightide.shard.communicators import CONTROL
 
@@ -15,12 +17,20 @@ LONG = 200  # characters of a value in a message
 Value = TypeVar("Value")
 
 
+ORDINARY, INFEASIBLE = b"0", b"2"  # how what a rank tells of its error begins; b"1": there was none
+
+
 class FailedElsewhere(ValueError):
     """Another rank has raised, and knows more about it."""
 
 
+class InfeasibleElsewhere(FailedElsewhere, InfeasiblePlan):
+    """A loop that tries again with other limits does so on all ranks, or they would wait for each other."""
+
+
 def from_first(collectives: Collectives, what: str, make: Callable[[], str]) -> str:
-    """Rank 0 makes it (a plan, as text), and all get it. What it raises there is a ValueError on the others."""
+    """Rank 0 makes it (a plan, as text), and all get it. What it raises there is a `FailedElsewhere` on
+    the others."""
     ranks = collectives.ranks
     if ranks.watchman is None:
         return make()
@@ -30,7 +40,7 @@ def from_first(collectives: Collectives, what: str, make: Callable[[], str]) -> 
         try:
             content = b"1" + make().encode()
         except Exception as raised:
-            error, content = raised, b"0" + f"{type(raised).__name__}: {raised}".encode()
+            error, content = raised, _told(raised)
         except BaseException as raised:  # an interrupt
             ranks.watchman.fail(raised)
             raise
@@ -38,20 +48,20 @@ def from_first(collectives: Collectives, what: str, make: Callable[[], str]) -> 
     content = collectives.broadcast_bytes(what, content)
     if error is not None:
         raise error
-    if content[:1] == b"0":
-        raise FailedElsewhere(f"rank 0 could not make {what}: {content[1:].decode()}")
+    if content[:1] != b"1":
+        raise _error_of(content, f"rank 0 could not make {what}")
     check_same(collectives, {f"digest of {what}": hashlib.sha256(content).hexdigest()[:16]})
     return content[1:].decode()
 
 
 def of_each(collectives: Collectives, what: str, make: Callable[[], bytes], lane: str = CONTROL) -> list[bytes]:
-    """What each rank makes, told to all. Whatever one of them raises is raised there, and is a ValueError on all
-    others: so all go on, or none does."""
+    """What each rank makes, told to all. Whatever one of them raises is raised there, and is a
+    `FailedElsewhere` on all others: so all go on, or none does."""
     error: Exception | None = None
     try:
         content = b"1" + make()
     except Exception as raised:
-        error, content = raised, b"0" + f"{type(raised).__name__}: {raised}".encode()
+        error, content = raised, _told(raised)
     except BaseException as raised:  # an interrupt
         if (watchman := collectives.ranks.watchman) is not None:
             watchman.fail(raised)
@@ -60,9 +70,26 @@ def of_each(collectives: Collectives, what: str, make: Callable[[], bytes], lane
     if error is not None:
         raise error
     for rank, told in enumerate(found):
-        if told[:1] == b"0":
-            raise FailedElsewhere(f"{what} failed on rank {rank}: {told[1:].decode()}")
+        if told[:1] != b"1":
+            raise _error_of(told, f"{what} failed on rank {rank}")
     return [told[1:] for told in found]
+
+
+def _told(error: Exception) -> bytes:
+    """For `_error_of`, on other ranks."""
+    if not isinstance(error, InfeasiblePlan):
+        return ORDINARY + f"{type(error).__name__}: {error}".encode()
+    fields = [error.moment, error.tier, error.num_bytes, [dict(limits) for limits in error.enough], error.num_calls]
+    return INFEASIBLE + json.dumps([str(error), *fields]).encode()
+
+
+def _error_of(told: bytes, where: str) -> FailedElsewhere:
+    if told[:1] == ORDINARY:
+        return FailedElsewhere(f"{where}: {told[1:].decode()}")
+    message, moment, tier, num_bytes, enough, num_calls = json.loads(told[1:])
+    limits = tuple({Tier(name): size for name, size in one.items()} for one in enough)
+    tier = None if tier is None else Tier(tier)
+    return InfeasibleElsewhere(f"{where}: {message}", moment, tier, num_bytes, limits, num_calls)
 
 
 def least(collectives: Collectives, limits: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -32,6 +32,7 @@ from hightide.integrations.folder import import_transformers
 from hightide.ir.tier import Tier
 from hightide.planner.advice.helpful import limit_option, size_option
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.shard.agreement import FailedElsewhere
 
 
 def train(config: TrainConfig, console: Console, record: bool = False) -> Signals | None:
@@ -207,7 +208,7 @@ def _wrapped(
             accumulate=calls or "auto",
         )
     except InfeasiblePlan as error:
-        if not error.enough:
+        if isinstance(error, FailedElsewhere) or not error.enough:  # another rank tells it
             raise
         raise ValueError(f"{error}; as options: {', or '.join(map(_as_options, error.enough))}") from error
 
