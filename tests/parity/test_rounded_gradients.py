@@ -61,17 +61,24 @@ def as_bf16(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_for(
-    pair: models.Pair, where: str, update: str = "deferred", micro_batch: int = 2, gradients: str = "param"
+    pair: models.Pair,
+    where: str,
+    update: str = "deferred",
+    micro_batch: int = 2,
+    gradients: str = "param",
+    accumulate: int = 1,
+    sums: Tier = H,
 ) -> Plan:
     model, batch = pair
     optimizer = make_optimizer(model, groups=2)
     options: dict[str, Any] = {"micro_batch": micro_batch, "update": update, "gradients": gradients}
+    options["accumulate"] = accumulate
     plan = hightide.plan(model, optimizer, batch, limits=ROOMY, **options)
     profile, _ = profile_model(model, optimizer, batch)
     blocks = []
     for spec, block in zip(profile.blocks, plan.blocks, strict=True):
         tiers = PLACES[where](spec.index)
-        blocks.append(block if spec.loose else BlockPlan(spec.name, *tiers, Activation.RECOMPUTE, G))
+        blocks.append(block if spec.loose else BlockPlan(spec.name, *tiers, Activation.RECOMPUTE, G, sums=sums))
     plan = replace(plan, blocks=tuple(blocks))
     slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
     return replace(plan, num_slots=slots + 1 if slots else 0, num_grad_slots=grad_slots + 1 if grad_slots else 0)
@@ -415,6 +422,34 @@ def test_what_is_added_to_gradients_is_rounded_alike_everywhere() -> None:
     for where in ("streamed", "mixed"):
         for name, value in updated(where).items():
             assert torch.equal(value, first[name]), f"{name}, {where}"
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_what_is_added_twice_to_the_sum_of_several_passes_is_rounded_alike_everywhere(num_passes: int) -> None:
+    """By each addition once the sum is finished, wherever it was summed. With a pass that is still to come it is not
+    finished: then the step rounds it once."""
+
+    def updated(where: str, sums: Tier) -> dict[str, Tensor]:
+        pair = bf16_model("hand_written")
+        model, optimizer, run = wrapped(pair, where, accumulate=2, sums=sums)
+        generator = torch.Generator().manual_seed(3)
+        for batch in batches("hand_written", num_passes):
+            models.loss_of(model, batch).backward()
+        found: dict[str, Tensor] = {}
+        for name, param in model.named_parameters():
+            for _ in range(2):
+                param.grad.add_(0.003 * torch.randn(param.shape, generator=generator))
+            found[f"gradient of {name}"] = param.grad.clone()
+        found["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        found |= masters(run)
+        hightide.unwrap(model)
+        return found
+
+    first = updated("all on the gpu", H)
+    for where, sums in (("streamed", H), ("streamed", G), ("mixed", G)):
+        for name, value in updated(where, sums).items():
+            assert torch.equal(value, first[name]), f"{name}, {where}, sums on the {sums}"
 
 
 def wrapped_moments(optimizer: Any, key: str) -> list[Tensor]:

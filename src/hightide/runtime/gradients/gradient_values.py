@@ -50,8 +50,6 @@ class GradientValues:
 
     def _is_written(self, chunk: int) -> None:
         """By the user, at its home."""
-        if self._chunks.placed[chunk].rounds_in_place:
-            self._unrounded.add(chunk)
         if chunk in self._chunks.tables and (sums := self._chunks.tables[chunk].sums) is not None:
             sums.forget()
 
@@ -65,11 +63,17 @@ class GradientValues:
         if self._chunks.disk is not None:
             self._chunks.disk.rings.forget(chunk)
 
+    def _rounds_now(self, chunk: int) -> torch.dtype | None:
+        """To which what is written to a finished gradient is rounded at once: where fp32 is kept it has the bits that
+        it would have where only 16 are kept. A sum to which more is added is rounded when that has ended."""
+        is_finished = self._chunks.placed[chunk].rounds_in_place and chunk not in self._unrounded
+        return self._chunks.rounding_dtype(chunk) if is_finished else None
+
     def _is_unrounded(self, chunk: int) -> bool:
         """A step now would round it: whoever looks at it sees it so."""
         place, state = self._chunks.placed[chunk], self._chunks.grad_copies[chunk].state
-        leaves = place.stays and place.rounds_to is not None and state is Residency.DIRTY
-        return leaves or chunk in self._unrounded
+        will_leave = place.stays and place.leaves and state is Residency.DIRTY
+        return (will_leave and place.rounds_to is not None) or chunk in self._unrounded
 
     def norm(self, key: str, norm_type: float) -> Tensor:
         """0-dimensional, over the whole gradient."""
@@ -132,15 +136,17 @@ class GradientValues:
         self._settle(chunk := self._chunks.places[key][0])
         self._is_written(chunk)
         with held, (place := self.place_of(key)).opened() as gradient:
-            self._add_to(gradient, self._factor.pop(key, 1.0), value)
+            self._add_to(gradient, self._factor.pop(key, 1.0), value, self._rounds_now(chunk))
         self._norms[key] = torch.linalg.vector_norm(self._at_rest(chunk, place)).to(self._chunks.gpu.device)
 
     @staticmethod
-    def _add_to(gradient: Tensor, factor: float | Tensor, value: Tensor) -> None:
-        """In fp32, also where 16 bits are kept: then it is rounded once, as where that comes later."""
+    def _add_to(gradient: Tensor, factor: float | Tensor, value: Tensor, rounding: torch.dtype | None) -> None:
+        """In fp32, also where 16 bits are kept: then it is rounded once, as where `rounding` says so."""
         exact = gradient.to(GRAD_DTYPE)
         scale(exact, factor)
         exact.add_(value.to(gradient.device))
+        if rounding is not None:
+            exact = exact.to(rounding)
         if exact is not gradient:
             gradient.copy_(exact)
 

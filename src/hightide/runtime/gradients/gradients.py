@@ -117,7 +117,8 @@ class Gradients(GradientValues):
         chunk = self._chunks.places[key][0]
         self._settle(chunk)
         with held:
-            self._put(key, gradient)
+            rounding = self._rounds_now(chunk)
+            self._put(key, gradient if rounding is None else gradient.to(rounding))
             self._is_written(chunk)
             self._forget(key)
             self._valid.add(key)
@@ -253,6 +254,7 @@ class Gradients(GradientValues):
 
     def move_to(self, chunks: Chunks) -> None:
         """Gradients are the same, at other places, and nothing is under way: what users keep of `p.grad` stays good."""
+        unrounded = {key for key in self._valid if self._is_unrounded(self._chunks.places[key][0])}
         self._chunks = chunks
         self._entries: list[list[ParamRange]] = [
             [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
@@ -263,7 +265,7 @@ class Gradients(GradientValues):
         self._unrounded = {
             spec.index
             for spec in chunks.specs
-            if chunks.placed[spec.index].rounds_in_place and self.has_gradient(spec.index)
+            if chunks.placed[spec.index].rounds_in_place and any(entry.param in unrounded for entry in spec.params)
         }
         self.of_parameters_here = [
             chunks.parameters[key] for key in self._placeholders if not chunks.binding.is_hidden(key)
@@ -309,7 +311,7 @@ class Gradients(GradientValues):
                 has_gradient = key in placeholders and self._look_at(key, gradient)
             if has_gradient:
                 ready.append((entry, self._factor_at(chunk, key) if key in factors else 1.0))
-        if chunk in self._unrounded:  # the look at what the user has put there may have added to it
+        if chunk in self._unrounded:
             self._round_late(chunk)
         return ready
 

@@ -220,7 +220,7 @@ class RankedGradients(Gradients):
         if place is not None:
             whole = value.broadcast_to(self._chunks.shapes[key])
             with held, place.opened() as gradient:
-                self._add_to(gradient, factor, self._chunks.own_elements(key, whole))
+                self._add_to(gradient, factor, self._chunks.own_elements(key, whole), self._rounds_now(chunk))
 
     def _put(self, key: str, gradient: Tensor) -> None:
         self._check_averaged(key, "")
