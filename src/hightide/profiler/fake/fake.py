@@ -31,8 +31,10 @@ EXPERTS = "_experts_implementation_internal"  # in a transformers config
 class Originals:
     """What the fake tensors stand for."""
 
-    def __init__(self, attributes: Snapshot) -> None:
+    def __init__(self, model: nn.Module, attributes: Snapshot) -> None:
         self._attributes = attributes
+        self._children = [(name, child) for name, child in model.named_modules(remove_duplicate=False) if name]
+        self._model = model
         self._buffers: dict[int, torch.Tensor] = {}
         self._fakes: list[weakref.ref[torch.Tensor]] = []
         self._configs: list[Any] = []  # whose experts are computed in groups meanwhile
@@ -51,6 +53,11 @@ class Originals:
     def forget_attributes(self) -> None:
         """Whatever the model's code has stored on its modules since: it is fake, as a rule."""
         self._attributes.restore()
+
+    def replaced_module(self) -> str | None:
+        """The first module of the model in whose place its code has put another since, by name."""
+        now = dict(self._model.named_modules(remove_duplicate=False))
+        return next((name for name, child in self._children if now.get(name) is not child), None)
 
     @contextmanager
     def as_trained(self) -> Iterator[None]:
@@ -72,13 +79,13 @@ def fake_parameters(model: nn.Module, runs_on: torch.device = CPU) -> Iterator[O
     """Replaces all parameters and buffers by fake ones on the CPU; tied ones stay tied. Puts the very objects back.
     `runs_on`: whose kernels attention is counted by; see [Note: which kernel attends].
 
-    What the model's code stored on its modules meanwhile (a cached mask, a new buffer, a hook, a count) is forgotten:
-    it would be fake, or come a second time. Random generators of the model's own are where they were, too.
+    What the model's code stored on its modules meanwhile (a cached mask, a new buffer or module, a hook, a count) is
+    forgotten: it would be fake, or come a second time. Random generators of the model's own are where they were, too.
     """
     attributes = Snapshot(model, buffers=False, hooks=True)
     modules = list(model.modules())
     before = [_Contents(module) for module in modules]
-    originals = Originals(attributes)
+    originals = Originals(model, attributes)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # see [Note: known results]: what is not found there is not found in torch's either
 
@@ -120,6 +127,7 @@ class _Contents:
         self._attributes: dict[str, Any] = dict(module.__dict__)
         self._parameters = dict(module._parameters)
         self._buffers = dict(module._buffers)
+        self._children = dict(module._modules)
         self._hooks = {name: slot.copy() for name, slot in module.__dict__.items() if _holds_hooks(name, slot)}
 
     def restore(self) -> None:
@@ -129,7 +137,11 @@ class _Contents:
         for name, hooks in self._hooks.items():
             attributes[name].clear()
             attributes[name].update(hooks)
-        for slots, originals in ((self._module._parameters, self._parameters), (self._module._buffers, self._buffers)):
+        for slots, originals in (
+            (self._module._parameters, self._parameters),
+            (self._module._buffers, self._buffers),
+            (self._module._modules, self._children),
+        ):
             slots.clear()
             slots.update(originals)  # type: ignore[arg-type]
 

@@ -102,6 +102,12 @@ class Surveying:
         for index, reason in sorted(probed.refusals.items()):  # it is given copies, and the model's code misses it
             name = probed.blocks[index].name
             raise DoesNotRun(f"the block {name!r} {reason}. Without that the model does not run ({failure})")
+        if (replaced := originals.replaced_module()) is not None:
+            raise DoesNotRun(
+                f"the model's forward puts another module in the place of {replaced!r}, and cannot be tried as it was "
+                f"before ({failure}). If it does so once, call the model on such a batch before it is wrapped, or "
+                "configure it as it will be then"
+            )
         if not probed.failure or probed.on_values:
             raise DoesNotRun(
                 "the model runs on the example batch, but a part of it fails when it is run once more with the same "

@@ -186,3 +186,54 @@ class GivesACache(nn.Module):
 def test_a_block_that_cannot_be_called_again_is_not_blamed_on_the_batch() -> None:
     with pytest.raises(ValueError, match=r"run once more with the same arguments.*cache"):
         profile_model(GivesACache(), None, {"x": torch.randn(3, 4)})
+
+
+class Attends(nn.Module):
+    def __init__(self, inner: nn.Module, num_given: int) -> None:
+        super().__init__()
+        self.inner, self.num_given = inner, num_given
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        if len(given) != self.num_given:
+            raise TypeError(f"takes {self.num_given}, but {len(given)} were given")
+        return self.inner(given[0])
+
+
+class ChangesItsAttention(nn.Module):
+    """As BigBird does on short sequences: when it is first called, for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.is_short = Attends(nn.Linear(8, 8), 2), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x) if self.is_short else self.attention(x, x)
+
+    def shorten(self) -> None:
+        if not self.is_short:
+            self.attention, self.is_short = Attends(self.attention.inner, 1), True
+
+
+class OnShortInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ChangesItsAttention() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.shorten()
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+
+def test_a_model_that_puts_modules_in_the_place_of_others_is_told_so_and_left_as_it_was() -> None:
+    model, batch = OnShortInputs(), {"x": torch.randn(3, 8)}
+    before = list(model.modules())
+    with pytest.raises(
+        ValueError, match=r"another module in the place of 'blocks\.0\.attention'.*call the model on such"
+    ):
+        profile_model(model, None, batch)
+    assert list(model.modules()) == before
+    model(**batch)
+    assert "blocks.0" in {block.name for block in profile_model(model, None, batch)[0].blocks}
