@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,8 +72,15 @@ class Measured:
         self._leave(tick)
 
 
-def check_ticks(model: nn.Module, batch: Callable[[int], Any], way: Way) -> hightide.Plan:
-    model, optimizer = wrap(model, make_optimizer(model), batch(0), way)
+def check_ticks(
+    model: nn.Module,
+    batch: Callable[[int], Any],
+    way: Way,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> hightide.Plan:
+    """`around`: what forwards run in."""
+    with around():
+        model, optimizer = wrap(model, make_optimizer(model), batch(0), way)
     run = run_of(model)
     assert run is not None
     run.observer = None  # it would plan again
@@ -79,7 +88,10 @@ def check_ticks(model: nn.Module, batch: Callable[[int], Any], way: Way) -> high
     measured = Measured(run)
     run.executor.enter, run.executor.leave = measured.enter, measured.leave  # type: ignore[method-assign]
     for step in range(NUM_STEPS):
-        models.loss_of(model, batch(step + 1)).backward()
+        with around():
+            loss = models.loss_of(model, batch(step + 1))
+        loss.backward()
+        del loss
         optimizer.step()
         optimizer.zero_grad()
     schedule = next(one.schedule for one in run.executor.programs.values() if one.schedule.mode.trains)
@@ -150,6 +162,23 @@ class TakesAGradient(Block):
 def test_blocks(kind: type[Block], micro_batch: int) -> None:
     torch.manual_seed(0)
     check_ticks(Net(kind(), kind(), kind()), sequences, Way(micro_batch))
+
+
+class SeveralWeights(Block):
+    """Larger than what it computes: under autocast its graph keeps casts of them."""
+
+    def make(self) -> None:
+        self.wide, self.narrow = nn.Linear(WIDTH, 12 * WIDTH), nn.Linear(12 * WIDTH, WIDTH)
+
+    def mix(self, h: Tensor) -> Tensor:
+        return self.narrow(self.wide(h))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 6])
+def test_weights_that_autocast_casts(micro_batch: int) -> None:
+    torch.manual_seed(0)
+    around = partial(torch.autocast, "cpu", torch.bfloat16)
+    check_ticks(Net(*(SeveralWeights() for _ in range(3))), sequences, Way(micro_batch), around)
 
 
 class WideByAFlag(Block):

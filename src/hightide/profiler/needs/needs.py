@@ -14,8 +14,8 @@ block runs again (it is left: in attributes of modules).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -250,17 +250,29 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
         return results + tapped.tensors
 
     device = _device_of(module, leaves)
-    with torch.enable_grad():
+    with torch.enable_grad(), _casting_anew():
         try:
             metered, events, shapes = _first_run(run, device, drops=True)
         except _Asked:
             metered, events, shapes = _first_run(run, device, drops=False)
             # Dropped tensors are made again on the way: another run, beside what this one has by then.
             metered = replace(metered, forward_peak=2 * metered.forward_peak)
-    for param in module.parameters():
-        if param.requires_grad and param.grad is None:
-            param.grad = torch.empty_like(param)  # gradients are added in place
-    return _with_graph(metered, run, shapes, device, events)
+        for param in module.parameters():
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.empty_like(param)  # gradients are added in place
+        return _with_graph(metered, run, shapes, device, events)
+
+
+@contextmanager
+def _casting_anew() -> Iterator[None]:
+    """Blocks run without autocast's cache of weights (runtime/blocks/autocast.py): here a second run would find those
+    that the first one has cast, and seem to keep none of them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class _Asked(Exception):
