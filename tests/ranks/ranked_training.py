@@ -36,6 +36,7 @@ from hightide.process.system import resident_bytes
 from hightide.runtime import alike
 from hightide.runtime.chunks import moving
 from hightide.runtime.lanes.lanes import SHARER
+from hightide.runtime.schedule.performer import nothing
 from hightide.runtime.surgery import run_of
 from hightide.shard import meeting
 from known_profiles import KnownProfiles
@@ -306,6 +307,21 @@ def skip(
     difference = max((float((weights[name] - known[name]).abs().max()) for name in weights), default=0.0)
     dist.destroy_process_group()
     return {"losses": losses, "plain": plain_losses, "difference": difference}
+
+
+def fetches_twice(rank: int, world: int) -> list[bool]:
+    """Whether there is something to gather, when the same is fetched again while it is on its way."""
+    model, example = built("hand_written")
+    optimizer = optimizer_of(model)
+    plan = Plans(model, optimizer, example).of(world, "streamed")
+    wrapped, _ = hightide.wrap(model, optimizer, example, plan=plan)
+    performer = run_of(wrapped).performer
+    chunk = next(index for index, place in enumerate(performer.chunks.placed) if place.is_gathered)
+    found = []
+    for _ in range(2):
+        performer.fetch_param(chunk, 0)
+        found.append(performer.gather(chunk, 0) is not nothing)
+    return found
 
 
 class Normalised(nn.Module):

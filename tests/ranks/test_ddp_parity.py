@@ -168,6 +168,11 @@ def test_a_layer_that_a_rank_leaves_out_before_a_frozen_one(training: StartedRan
     check_skips(training, where="streamed", update="deferred", frozen=2)
 
 
+def test_what_is_on_its_way_is_gathered_once(training: StartedRanks) -> None:
+    """Else a rank where it has arrived already would not take part."""
+    assert [rank.result for rank in training.run("fetches_twice", 2, within_s=WITHIN_S)] == [[True, False]] * 2
+
+
 def test_layers_that_ranks_run_more_or_less_often(training: StartedRanks) -> None:
     """A gradient that is averaged twice in a backward has what another rank alone had added when it was first."""
     check_skips(training, where="streamed", update="deferred", rounds=2)
