@@ -37,6 +37,7 @@ from hightide.process.system import resident_bytes
 from hightide.runtime import alike
 from hightide.runtime.chunks import moving
 from hightide.runtime.lanes.lanes import SHARER
+from hightide.runtime.schedule.performer import nothing
 from hightide.runtime.surgery import run_of
 from hightide.shard import meeting
 from known_profiles import KnownProfiles
@@ -247,11 +248,13 @@ class Skipping(nn.Module):
     """Layers that a rank may leave out, each call others; and a parameter that no block owns. All of it may be run in
     several rounds."""
 
-    def __init__(self, rounds: int = 1) -> None:
+    def __init__(self, rounds: int = 1, frozen: int | None = None) -> None:
         super().__init__()
         self.rounds = rounds
         torch.manual_seed(3)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        if frozen is not None:
+            self.layers[frozen].requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(16))
         self.shift = nn.Parameter(torch.zeros(16))
         self.skipped: set[int] = set()
@@ -269,11 +272,19 @@ class Skipping(nn.Module):
 
 
 def skip(
-    rank: int, world: int, where: str, update: str, set_to_none: bool = True, rounds: int = 1, accumulate: int = 1
+    rank: int,
+    world: int,
+    where: str,
+    update: str,
+    set_to_none: bool = True,
+    rounds: int = 1,
+    accumulate: int = 1,
+    sums: str = "host",
+    frozen: int | None = None,
 ) -> dict[str, Any]:
     """Ranks leave out different layers, the first and the last too, and one layer is left out by all. Not
     `set_to_none`: gradients of a step before are there, and zero. Of several `rounds` the first rank runs one less.
-    `accumulate`: the loop has promised so many backwards before each step, and steps after one."""
+    `accumulate`: the loop has promised so many backwards before each step, and steps after one. `frozen`: a layer."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     chosen = [[{1}, {0, 1}], [set(), {3}], [{2}, {2}], [{0}, {3}], [{3}, {3, 1}]]
@@ -295,15 +306,15 @@ def skip(
         return losses
 
     example = {"x": torch.zeros(4, 16), "labels": torch.zeros(4, 16)}
-    model = Skipping(rounds)
+    model = Skipping(rounds, frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=EPS)
     made = Plans(model, optimizer, example, update=update, blocks=["layers.*"], accumulate=accumulate)
-    plan = made.of(world, where)
+    plan = made.of(world, where, sums)
     wrapped, stepping = hightide.wrap(model, optimizer, example, plan=plan, blocks=["layers.*"])
     losses = run(wrapped, model, stepping)
     weights = wrapped.state_dict()
     hightide.unwrap(wrapped)
-    plain = Skipping()
+    plain = Skipping(frozen=frozen)
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
     plain_losses = run(ddp, plain, torch.optim.AdamW(plain.parameters(), lr=3e-3, eps=EPS))
     known = plain.state_dict()
@@ -311,6 +322,21 @@ def skip(
     difference = max((float((weights[name] - known[name]).abs().max()) for name in weights), default=0.0)
     dist.destroy_process_group()
     return {"losses": losses, "plain": plain_losses, "difference": difference}
+
+
+def fetches_twice(rank: int, world: int) -> list[bool]:
+    """Whether there is something to gather, when the same is fetched again while it is on its way."""
+    model, example = built("hand_written")
+    optimizer = optimizer_of(model)
+    plan = Plans(model, optimizer, example).of(world, "streamed")
+    wrapped, _ = hightide.wrap(model, optimizer, example, plan=plan)
+    performer = run_of(wrapped).performer
+    chunk = next(index for index, place in enumerate(performer.chunks.placed) if place.is_gathered)
+    found = []
+    for _ in range(2):
+        performer.fetch_param(chunk, 0)
+        found.append(performer.gather(chunk, 0) is not nothing)
+    return found
 
 
 class Normalised(nn.Module):

@@ -158,6 +158,21 @@ def test_layers_that_ranks_leave_out_of_gradients_that_are_zeroed(training: Star
     check_skips(training, where="mixed", update="deferred", set_to_none=False)
 
 
+def test_layers_that_ranks_leave_out_of_sums_that_stay(training: StartedRanks) -> None:
+    """A rank that adds nothing to a sum of before, which is at its home, brings it to be averaged as the others do."""
+    check_skips(training, where="streamed", update="deferred", set_to_none=False, accumulate=2, sums="gpu")
+
+
+def test_a_layer_that_a_rank_leaves_out_before_a_frozen_one(training: StartedRanks) -> None:
+    """Its backward begins with a block to which nothing is added, and yet it takes part in averages from the first."""
+    check_skips(training, where="streamed", update="deferred", frozen=2)
+
+
+def test_what_is_on_its_way_is_gathered_once(training: StartedRanks) -> None:
+    """Else a rank where it has arrived already would not take part."""
+    assert [rank.result for rank in training.run("fetches_twice", 2, within_s=WITHIN_S)] == [[True, False]] * 2
+
+
 def test_layers_that_ranks_run_more_or_less_often(training: StartedRanks) -> None:
     """A gradient that is averaged twice in a backward has what another rank alone had added when it was first."""
     check_skips(training, where="streamed", update="deferred", rounds=2)

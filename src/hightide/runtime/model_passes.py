@@ -191,6 +191,9 @@ class ModelPasses:
         with deferred:
             try:
                 safe_point()
+                is_frozen = op is Op.BACKWARD and not accumulate
+                if is_frozen and self._run.watchman is not None and self._run.anchor.is_reached():
+                    executor.begin_backward()  # others may add where this rank passes over
                 tick = executor.enter(op, block, call, accumulate)
                 if observer is not None:
                     observer.begin_tick(op)

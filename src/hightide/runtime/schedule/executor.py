@@ -197,6 +197,13 @@ class Executor:
         elif tick.accumulate:  # no write-back is planned; what stays has until the step
             self._send_away(chunk for chunk in self._chunks.by_block[tick.block] if chunk not in self._staying)
 
+    def begin_backward(self) -> None:
+        """Of all blocks that are trained, though the first that runs is not."""
+        if self._suspended is not None:
+            self._pass, self._suspended = self._suspended, None
+        if self._pass is not None and not self._pass.backward_begun:
+            self._begin_backward(self._pass)
+
     def _begin_backward(self, current: Pass) -> None:
         program, exists = self.promises.begin_backward()
         current.backward_begun = current.is_going_back = True
@@ -225,6 +232,7 @@ class Executor:
         if current.backward_begun and tick.op is Op.BACKWARD and tick.block is not None:
             assert self._performer.ranked is not None
             for chunk in self._chunks.by_block[tick.block]:
+                self._in_use.bring_sum(chunk)
                 self._performer.ranked.pass_over(chunk)
         self._agree_in_backward(current, index)
 

@@ -52,6 +52,17 @@ class InUse:
         copy.move(Residency.HELD)
         self._gradients.bind(chunk, block)
 
+    def bring_sum(self, chunk: int) -> None:
+        """Of several ranks, from its home to where it stays: this one adds nothing to it, and others may."""
+        copy, place = self._chunks.grad_copies[chunk], self._chunks.placed[chunk]
+        if not (place.stays and place.leaves) or self._gradients.is_open(chunk):
+            return
+        if copy.state is Residency.LEAVING:
+            self._flight.wait(self._flight.exits[chunk], Lane.D2H)
+        if copy.state is Residency.ABSENT:
+            self._demands.gradient(chunk)
+            self._gradients.unreduced.add(chunk)
+
     def release(self, current: Pass, block: int, index: int | None, accumulate: bool) -> None:
         """`index`: of its tick; None: off the plan."""
         for chunk in self._of_block[block]:

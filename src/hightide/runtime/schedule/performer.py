@@ -64,6 +64,7 @@ class Performer:
             Op.GATHER: self._gather,
             Op.REDUCE: self._reduce,
         }
+        self._ungathered: set[int] = set()  # chunks whose slots are reserved, and whose gather is still to be issued
         self._disk: DiskPerformer | None = None
         if chunks.disk is not None:
             self._disk = DiskPerformer(chunks, chunks.disk, gradients, self._count, fence)
@@ -115,6 +116,8 @@ class Performer:
             self.evict(other)
         table.take(slot, chunk)
         copy.move(Residency.ARRIVING)
+        if self.chunks.placed[chunk].is_gathered:
+            self._ungathered.add(chunk)
         return True
 
     def refresh(self, chunk: int) -> LaneWork:
@@ -143,8 +146,9 @@ class Performer:
         between, copy, place = self.ranked.between, self.chunks.param_copies[chunk], self.chunks.placed[chunk]
         if slot is not None and place.home is Tier.GPU and not self._reserve(chunk, slot):
             return nothing
-        if slot is not None and copy.state is not Residency.ARRIVING:
+        if slot is not None and chunk not in self._ungathered:  # what is on its way is gathered once, however long
             return nothing
+        self._ungathered.discard(chunk)
         when = between.moment
 
         def work() -> int:
