@@ -17,6 +17,7 @@ from hightide.ir.machine import Machine
 from hightide.ir.passes import Passes
 from hightide.ir.plan import Forecast, Plan
 from hightide.planner.advice.explain import explain
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower, lower_step, modes_beside
 from hightide.planner.mechanism import NONE, Mechanisms
 from hightide.planner.placement import Placement
@@ -26,6 +27,7 @@ from hightide.planner.predict.saving import SaveForecast, save_forecast
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
+from hightide.planner.verify.precedence import Disorder
 from hightide.planner.verify.verify_schedule import verify, verify_step
 
 
@@ -44,7 +46,7 @@ class Solution:
         """Of a plan that nobody has searched."""
         placement = Placement(plan)
         passes = lower_step(profile, plan, placement)
-        return Solution(profile, placement, passes, step_peaks(passes))
+        return Solution(profile, placement, passes, _peaks(passes))
 
     @property
     def plan(self) -> Plan:
@@ -109,7 +111,7 @@ class Searched(Solution):
         """A plan that another rank has found for this problem."""
         placement = Placement(plan)
         passes = lower_step(problem.profile, plan, placement, problem.terms.without)
-        peak, step = step_peaks(passes), forecast(problem, placement, passes)
+        peak, step = _peaks(passes), forecast(problem, placement, passes)
         save = save_forecast(problem, placement, passes, peak, step)
         is_simulated = problem.machine.is_simulated
         return cls(problem.profile, placement, passes, peak, problem, None, step, 0, save, on_simulated=is_simulated)
@@ -132,6 +134,18 @@ class Searched(Solution):
     @property
     def without(self) -> Mechanisms:
         return self.problem.terms.without
+
+
+def _peaks(passes: Passes) -> Peaks:
+    """Of a plan that no search has made: its schedule may not even end."""
+    try:
+        return step_peaks(passes)
+    except Disorder as disorder:
+        raise InfeasiblePlan(
+            f"the schedule cannot run: {disorder}. More slots or buffers may do: num_slots, num_grad_slots, "
+            "num_grad_buffers",
+            disorder.at,
+        ) from None
 
 
 def _explained(solution: Solution, sizes: Forecast, save: SaveForecast | None = None) -> Placement:
