@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from tiny import make_tiny_folder, read_batches
+from tiny import make_tiny_folder, read_batches, say
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hightide  # the first line
@@ -37,7 +37,7 @@ def main() -> None:
 
     limits = hightide.Limits(gpu=args.gpu)
     model, optimizer = hightide.wrap(model, optimizer, next(data), limits=limits)  # the second line
-    print(hightide.stats(model).plan.explain())
+    say(hightide.stats(model).plan.explain())
 
     model.train()
     for step, batch in zip(range(args.steps), data, strict=False):
@@ -46,11 +46,11 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step}: loss {loss.item():.4f}")
+        say(f"step {step}: loss {loss.item():.4f}")
 
     model.save_pretrained(args.out)
     AutoTokenizer.from_pretrained(folder).save_pretrained(args.out)
-    print(f"saved to {args.out}; AutoModelForCausalLM.from_pretrained({args.out!r}) loads it")
+    say(f"saved to {args.out}; AutoModelForCausalLM.from_pretrained({args.out!r}) loads it")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import argparse
 
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import make_tiny_folder, read_batches
+from tiny import make_tiny_folder, read_batches, say
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hightide  # the first line
@@ -31,7 +31,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    folder = args.model or make_tiny_folder()
+    folder = args.model or make_tiny_folder(f"{args.out}/base")  # to which the adapters refer
     config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     model.print_trainable_parameters()
@@ -42,7 +42,7 @@ def main() -> None:
 
     limits = hightide.Limits(gpu=args.gpu)
     model, optimizer = hightide.wrap(model, optimizer, next(data), limits=limits)  # the second line
-    print(hightide.stats(model).plan.explain())
+    say(hightide.stats(model).plan.explain())
 
     model.train()
     for step, batch in zip(range(args.steps), data, strict=False):
@@ -50,11 +50,11 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step}: loss {loss.item():.4f}")
+        say(f"step {step}: loss {loss.item():.4f}")
 
     model.save_pretrained(args.out)  # adapters only; hightide.unwrap(model).merge_and_unload() gives a whole model
     AutoTokenizer.from_pretrained(folder).save_pretrained(args.out)
-    print(f"saved to {args.out}; PeftModel.from_pretrained(base_model, {args.out!r}) loads it")
+    say(f"saved to {args.out}; PeftModel.from_pretrained(base_model, {args.out!r}) loads it")
 
 
 if __name__ == "__main__":

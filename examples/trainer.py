@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from tiny import make_tiny_folder, read_tokens
+import torch
+from tiny import make_tiny_folder, read_tokens, say
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import hightide
@@ -42,6 +43,7 @@ def main() -> None:
         logging_steps=5,
         save_steps=10,
         report_to=[],
+        use_cpu=not torch.cuda.is_available(),  # without it ranks on CPUs would not see each other
     )
     trainer = hightide.Trainer(  # instead of transformers.Trainer
         AutoModelForCausalLM.from_pretrained(folder),
@@ -52,7 +54,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.save_model()
-    print(f"saved to {args.out}; AutoModelForCausalLM.from_pretrained({args.out!r}) loads it")
+    say(f"saved to {args.out}; AutoModelForCausalLM.from_pretrained({args.out!r}) loads it")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
+import runpy
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,6 +59,20 @@ def test_a_trainer_saves_and_goes_on(tmp_path: Path) -> None:
     run("examples/trainer.py", "--steps", "12", "--resume", *options)
     names = {file.name for file in tmp_path.iterdir()}
     assert {"checkpoint-10", "checkpoint-12", "config.json", "model.safetensors"} <= names
+
+
+def test_the_tiny_model_goes_when_the_script_ends_unless_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        atexit, "register", lambda *call, **_: at_exit.append(call) if call[0] is shutil.rmtree else None
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make = runpy.run_path(str(ROOT / "examples/tiny.py"))["make_tiny_folder"]
+    assert Path(make(str(tmp_path / "adapters" / "base")), "config.json").is_file() and not at_exit
+    folder = Path(make())
+    assert (folder / "config.json").is_file() and folder.parent == tmp_path and at_exit == [(shutil.rmtree, folder)]
 
 
 def test_the_readme_names_them() -> None:

@@ -60,6 +60,9 @@ class LaneTime:
     stall_s: float  # how long compute waited for it; on the compute lane itself: for nothing that the schedule knows
 
 
+PART = "passes of a step"
+
+
 @dataclass(frozen=True)
 class Timeline:
     source: str  # "simulated on ..." or "measured on ..."
@@ -75,6 +78,11 @@ class Timeline:
     # What the step's needed operations take at the rate of the GPU's large products. None: the rate, or what was
     # computed, is not known; on the simulated accelerator always
     light_s: float | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Of a step: some of its passes, which are alike. `source` says how many."""
+        return self.source.endswith(PART)
 
     @property
     def light_share(self) -> float | None:

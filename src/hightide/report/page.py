@@ -65,6 +65,7 @@ def timeline_html(
     """`facts` are lines under the title, `plan_text` is the plan in words."""
     timelines = [simulated] if measured is None else [simulated, measured]
     shown = [_panel(timeline) for timeline in timelines]
+    lines = [*facts, *(f"Shown: {one.source}." for one in timelines if one.is_part)]
     data = json.dumps({"seconds": max(one.step_s for one in timelines), "panels": shown}, separators=(",", ":"))
     script = data.replace("<", "\\u003c")  # nothing in it can end the script
     parts = [
@@ -75,7 +76,7 @@ def timeline_html(
         '<meta name="color-scheme" content="light dark">',
         f"<title>{escape(title)}</title>",
         f"<style>{_resource('page.css')}</style>",
-        f"<header><h1>{escape(title)}</h1>{''.join(f'<p>{escape(fact)}</p>' for fact in facts)}</header>",
+        f"<header><h1>{escape(title)}</h1>{''.join(f'<p>{escape(fact)}</p>' for fact in lines)}</header>",
         "<main>",
         '<noscript><p class="note">The pictures need JavaScript; the numbers below do not.</p></noscript>',
         '<div id="charts"></div>',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import LaneTime, Timeline
@@ -22,7 +22,10 @@ class SummaryRow:
 
 
 def rows(timelines: list[Timeline]) -> list[SummaryRow]:
-    found = [_row("step time", [one.step_s for one in timelines], format_seconds)]
+    time = "time of the passes shown" if any(one.is_part for one in timelines) else "step time"
+    first = _row(time, [one.step_s for one in timelines], format_seconds)
+    alike = len({one.is_part for one in timelines}) == 1
+    found = [first if alike else replace(first, difference="")]
     if any(one.light_share is not None for one in timelines):
         found.append(_share_row("share of the speed of light", [one.light_share for one in timelines]))
     reserved = [one.gpu_reserved_bytes for one in timelines if one.gpu_reserved_bytes is not None]

@@ -59,6 +59,16 @@ def check_arguments(args: Any, update: str) -> None:
         )
 
 
+def check_ranks(args: Any, is_launched: bool) -> None:
+    """`is_launched`: by something that started several ranks. Without a GPU the arguments see these only if they are
+    told to use the CPU; else all would train on the same data."""
+    if is_launched and args.world_size == 1:
+        raise ValueError(
+            "several processes were started, but TrainingArguments sees one, so all would train on the same data: "
+            "without a GPU pass TrainingArguments(use_cpu=True)"
+        )
+
+
 def check_optimizer_name(args: Any) -> None:
     """Where the Trainer makes the optimizer."""
     name = getattr(args.optim, "value", args.optim)

@@ -41,6 +41,7 @@ from hightide.ir.plan import Plan, Update
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
+from hightide.shard.told import in_company
 from hightide.trainer import arguments, recut
 from hightide.trainer.earlier_plan import Earlier, asked_of, earlier_plan, extra_of
 from hightide.trainer.first_batches import first_batches, first_call, kept_generators, replayed
@@ -114,6 +115,7 @@ class TrainerMixin(Base):
     def create_accelerator_and_postprocess(self) -> None:
         update = self._wrap_options["plan"].update if self._wrap_options["plan"] else self._wrap_options["update"]
         arguments.check_arguments(self.args, update)
+        arguments.check_ranks(self.args, in_company())
         self._wrap_options["compile"] |= bool(self.args.torch_compile)
         arguments.settle_arguments(self.args)
         if self._device is not None and asked.chosen_device(self._device).type != self.args.device.type:

@@ -455,6 +455,7 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.M
     assert "what would make it fit" in result.stdout and "Limits(" not in result.stdout
     assert re.search(r"DOES NOT FIT: missing are .*B \(\d+ bytes\) on the gpu\n", result.stdout)
     assert re.search(r"the most is needed in (forward|backward) of \S+\n", result.stdout)
+    assert re.search(r"\n  [\d.]+ [KM]iB of GPU memory +--gpu [\d.]+[KM]iB\n", result.stdout)
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "not written" in result.stderr and not path.exists()
     assert "no answer to --why layers.1: there is no plan" in result.stderr

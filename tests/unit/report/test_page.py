@@ -140,6 +140,12 @@ def test_the_numbers() -> None:
     by_name = {row.name: row for row in rows([slow])}
     assert by_name["step time"].cells == (format_seconds(slow.step_s),)
     assert "compute waits for h2d" in by_name and by_name["step time"].difference == ""
+    part = replace(slow, source="simulated; 4 of the 8 passes of a step")
+    assert "<p>Shown: simulated; 4 of the 8 passes of a step.</p>" in timeline_html("a plan", part)
+    assert "Shown: " not in timeline_html("a plan", slow)
+    (first, *_), (beside, *_) = rows([part]), rows([part, slow])
+    assert first.name == beside.name == "time of the passes shown"
+    assert not beside.difference and rows([slow, slow])[0].difference
     assert limiting(slow).busy_s == max(lane.busy_s for lane in slow.lanes)
     chain, seconds = worst_waits(slow)[0]
     assert chain.startswith("fetch.param.") and ", after " in chain and seconds > 0

@@ -69,6 +69,16 @@ def test_promises_that_the_trainer_could_not_keep(tmp_path: Path) -> None:
     check_arguments(arguments(tmp_path, max_grad_norm=0.0), "in_backward")
 
 
+def test_ranks_that_the_arguments_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = arguments(tmp_path)
+    assert settings.world_size == 1
+    hightide.Trainer(full(), settings, **data())
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"all would train on the same data.*use_cpu=True"):
+        hightide.Trainer(full(), settings, **data())
+
+
 def test_optimizers(tmp_path: Path) -> None:
     for name in ("adamw_torch", "adamw_torch_fused", "sgd"):
         check_optimizer_name(arguments(tmp_path, optim=name))

@@ -133,7 +133,8 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
         lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
     slots = _slots(plan.num_slots, sizes[Buffer.SLOT])
     grad_slots = _slots(plan.num_grad_slots, sizes[Buffer.GRAD_SLOT])
-    lines.append(f"slots: {slots}, {grad_slots} for gradients")
+    has_any = plan.num_slots or plan.num_grad_slots
+    lines.append(f"slots: {slots}, {grad_slots} for gradients" if has_any else "slots: none")
     for index, block in enumerate(plan.blocks):
         if block.compute is Tier.HOST:
             rows, _ = buffer_bytes(profile, plan, index)

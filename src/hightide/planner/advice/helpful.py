@@ -143,7 +143,7 @@ def _enough(problem: Problem, limits: Mapping[Tier, int]) -> Change | None:
             problem = problem.with_limit(tier, raised[tier])
         if fits(problem):
             sizes = {tier: size_option(num_bytes) for tier, num_bytes in raised.items()}
-            text = " and ".join(f"{size} of {_NAMES[tier]}" for tier, size in sizes.items())
+            text = " and ".join(f"{_in_words(size)} of {_NAMES[tier]}" for tier, size in sizes.items())
             return Change(text, " ".join(limit_option(tier, size) for tier, size in sizes.items()))
         limits = why_not(problem).enough[0]
     return None
@@ -157,7 +157,7 @@ def _with_disk(problem: Problem) -> Change | None:
     if num_bytes is None:
         return None
     size = size_option(num_bytes)
-    return Change(f"a disk of {size}", limit_option(Tier.DISK, size))
+    return Change(f"a disk of {_in_words(size)}", limit_option(Tier.DISK, size))
 
 
 def limit_option(tier: Tier, size: str) -> str:
@@ -233,6 +233,11 @@ def size_option(num_bytes: int, up: bool = True) -> str:
     unit_bytes, unit = _unit(num_bytes)
     tenths = -(-10 * num_bytes // unit_bytes) if up else 10 * num_bytes // unit_bytes
     return f"{tenths // 10}{f'.{tenths % 10}' if tenths % 10 else ''}{unit}"
+
+
+def _in_words(size: str) -> str:
+    """24.3GiB -> 24.3 GiB."""
+    return f"{size[:-3]} {size[-3:]}"
 
 
 def _unit(num_bytes: int) -> tuple[int, str]:

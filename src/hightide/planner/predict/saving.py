@@ -91,9 +91,9 @@ class SaveForecast:
     @property
     def in_words(self) -> str:
         between = self.steps_between()
-        often = "every step" if between == 1 else f"every {between:,} steps"
+        often = "one at every step" if between == 1 else f"one every {between:,} steps"
         cost = self.held_s / (between * self.step_s) if self.step_s else 0.0
-        costs = f"costs {AS_MUCH:.0%}" if cost > 0.9 * AS_MUCH else f"costs {cost:.1%}"
+        share = f"{AS_MUCH:.0%}" if cost > 0.9 * AS_MUCH else f"{cost:.1%}" if cost >= 5e-4 else "less than 0.1%"
         held = f"holds it up {format_seconds(self.held_s)}" if self.held_s >= 5e-4 else "holds nothing up"
         takes = f"copies up to {format_bytes(self.aside_bytes)}" if self.aside_bytes else "copies nothing"
         host = f"takes {format_bytes(self.host_bytes)} of free host memory" if self.host_bytes else ""
@@ -105,7 +105,7 @@ class SaveForecast:
         disk = f"{self.speed_source} {self.write_bytes_per_s / 1e9:.1f} GB/s"
         return (
             f"a checkpoint: {format_bytes(self.num_bytes)} in {format_seconds(self.written_s)} beside training "
-            f"({disk}), {held}, {takes}; {often} {costs}"
+            f"({disk}), {held}, {takes}; {often} costs {share}"
         )
 
 

@@ -15,7 +15,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.ir.timeline import Bar, LaneTime, Level, MemoryPart, Timeline
+from hightide.ir.timeline import PART, Bar, LaneTime, Level, MemoryPart, Timeline
 from hightide.planner.chunk_place import Buffer
 from hightide.planner.lookup import standing_bytes
 from hightide.planner.placement import Placement
@@ -36,7 +36,7 @@ def simulated_timeline(solution: Solution, simulated: Simulated, machine: Machin
     held_bytes = (peak_bytes, bytes_forecast(solution.passes, solution.peaks, machine).gpu_reserved_bytes)
     source = f"simulated on {machine.name}"
     if len(schedules) < plan.accumulate:
-        source += f"; {len(schedules)} of the {plan.accumulate} passes of a step"
+        source += f"; {len(schedules)} of the {plan.accumulate} {PART}"
     spans = (*simulated.beside, *simulated.spans)
     timeline = step_timeline(plan, schedules, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)
     return replace(timeline, light_s=light_s(profile, len(schedules) * plan.num_samples, machine))

@@ -171,6 +171,14 @@ def test_when_and_where_updates_run(update: Update, states: Tier, said: str) -> 
     assert f"\nupdate: {said}\n" in text_of(profile, plan_with(profile, Tier.GPU, states, update=update))
 
 
+def test_slots_are_told_of_if_there_are_any() -> None:
+    profile = stack(2)
+    assert "\nslots: none\n" in text_of(
+        profile, replace(plan_with(profile, Tier.GPU, Tier.GPU), num_slots=0, num_grad_slots=0)
+    )
+    assert re.search(r"\nslots: \d+ of \S+ \S+, \d+ of \S+ \S+ for gradients\n", text_of(profile, plan_with(profile)))
+
+
 def test_buffers_and_parked_gradients_are_counted() -> None:
     profile = stack(2)
     plan = replace(

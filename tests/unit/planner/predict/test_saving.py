@@ -116,18 +116,18 @@ def test_how_often_one_can_save_for_one_percent() -> None:
 def test_it_is_told_in_one_sentence() -> None:
     assert told(3.15).in_words == (
         "a checkpoint: 35.9 GiB in 13.000 s beside training (measured 3.0 GB/s), holds it up 3.150 s, copies nothing; "
-        "every 210 steps costs 1%"
+        "one every 210 steps costs 1%"
     )
-    assert told(0.0).in_words.endswith("holds nothing up, copies nothing; every 9 steps costs 0.0%")
+    assert told(0.0).in_words.endswith("holds nothing up, copies nothing; one every 9 steps costs less than 0.1%")
     from_gpu = replace(told(0.0), aside_bytes=5 * 2**30, pinned_bytes=2**30)
     assert (
         "copies up to 5.0 GiB, takes 5.0 GiB of free host memory (the first one gets it from the system, 1.0 GiB of it "
-        "pinned: about 1.627 s more); every" in from_gpu.in_words
+        "pinned: about 1.627 s more); one every" in from_gpu.in_words
     )
     ready = replace(from_gpu, is_ready=True, buffer_bytes=2**29)
-    assert "copies up to 5.0 GiB, takes 5.5 GiB of free host memory; every" in ready.in_words and ready.first_s == 0
+    assert "copies up to 5.0 GiB, takes 5.5 GiB of free host memory; one every" in ready.in_words and ready.first_s == 0
     tight = replace(told(0.0), spare_bytes=0, beside_bytes=2**26)
-    assert "copies nothing, 64.0 MiB beside the host's limit; every" in tight.in_words and tight.host_bytes == 0
+    assert "copies nothing, 64.0 MiB beside the host's limit; one every" in tight.in_words and tight.host_bytes == 0
 
 
 def test_bytes_are_those_of_whole_tensors() -> None:
