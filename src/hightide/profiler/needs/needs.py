@@ -263,8 +263,8 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
     return _with_graph(metered, run, shapes, device, events)
 
 
-class _Asked(Exception):
-    """The block takes a gradient in its own forward: it needs what its graph saves."""
+class _Asked(BaseException):
+    """The block takes a gradient in its own forward: it needs what its graph saves. No error that it might mind."""
 
 
 def _first_run(
