@@ -26,6 +26,7 @@ MOST_VALUES = 2_000  # looked at each time; what is further away than these is n
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TYPES = frozenset(PLAIN)
 _FOREIGN = frozenset({"torch", "logging", "threading", "random", "numpy"})  # objects of these are not followed
+_NOTHING = object()
 _Place = Any  # a dict, list, deque, set or tuple, or what is in a class
 
 
@@ -123,7 +124,8 @@ class Contents:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Inside, all values are what they were, but for tensors."""
+        """Inside, all values are what they were, but for tensors. What others change or append meanwhile, a hook or a
+        thread, stays."""
         pairs = list(zip(self._places, self._then, strict=True))
         pairs += [(place, one.then()) for one in self._singly if isinstance(place := one.place(), dict)]
         changed = [
@@ -131,13 +133,13 @@ class Contents:
             for place, then in pairs
             if isinstance(place, dict | list) and not _same_values(place, then)
         ]
-        for place, then, _ in changed:
-            _fill(place, then)
+        for place, then, now in changed:
+            _exchange(place, now, then)
         try:
             yield
         finally:
-            for place, _, now in changed:
-                _fill(place, now)
+            for place, then, now in changed:
+                _exchange(place, then, now)
 
 
 class _Node:
@@ -310,15 +312,19 @@ def _same_values(one: Any, two: Any) -> bool:
     )
 
 
-def _fill(place: Any, values: Any) -> None:
+def _exchange(place: Any, there: Any, values: Any) -> None:
+    """Puts `values` in the place of what is `there`, without an iteration that a thread could disturb."""
     if isinstance(place, list):
-        place[:] = values
+        place[: len(there)] = values
         return
-    for key in [key for key in place if key not in values]:
-        del place[key]
-    for key, value in values.items():
-        if key not in place or place[key] is not value:
-            place[key] = value
+    for key in {**there, **values}:
+        old, new = there.get(key, _NOTHING), values.get(key, _NOTHING)
+        if new is old or place.get(key, _NOTHING) is not old:
+            continue
+        if new is _NOTHING:
+            del place[key]
+        else:
+            place[key] = new
 
 
 def _followed(value: Any) -> _Place | None:

@@ -137,6 +137,20 @@ def test_values_are_put_back_and_then_what_they_were() -> None:
     assert (config.rate, module.config.rate, module.extra, module.many[7]) == (0.2, 0.3, 1, 0)
 
 
+def test_what_others_change_meanwhile_stays() -> None:
+    module = nn.Module()
+    module.log, module.counts, module.rate = [1, 2], {"a": 1, "b": 1}, 0.1
+    contents = Contents([module.__dict__])
+    module.log.append(3)
+    module.counts["a"], module.rate = 2, 0.2
+    with contents.put_back():
+        assert (module.log, module.counts, module.rate) == ([1, 2], {"a": 1, "b": 1}, 0.1)
+        module.log.append(4)
+        module.counts["b"], module.counts["c"], module.other = 3, 4, 5
+    assert module.log == [1, 2, 3, 4]
+    assert (module.counts, module.rate, module.other) == ({"a": 2, "b": 3, "c": 4}, 0.2, 5)
+
+
 def test_tensors_are_not_kept_alive() -> None:
     module = nn.Module()
     module.last = torch.zeros(2)
