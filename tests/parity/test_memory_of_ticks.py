@@ -153,9 +153,19 @@ class TakesAGradient(Block):
         return h * slope
 
 
+class SaysWhyItFails(TakesAGradient):
+    """With an error of its own."""
+
+    def mix(self, h: Tensor) -> Tensor:
+        try:
+            return super().mix(h)
+        except Exception as error:
+            raise ValueError("no slope") from error
+
+
 @pytest.mark.parametrize(
     "kind",
-    [KeepsInItsGraph, KeepsInAnAttribute, OtherKernelWithGradients, TakesAGradient],
+    [KeepsInItsGraph, KeepsInAnAttribute, OtherKernelWithGradients, TakesAGradient, SaysWhyItFails],
     ids=lambda kind: kind.__name__,
 )
 @pytest.mark.parametrize("micro_batch", [2, 6])

@@ -314,6 +314,7 @@ class Run(RunValues):
 
     def discard(self) -> None:
         """Frees everything; the model is of no use any more."""
+        self.looks.forget()
         if self.performer.saving is not None:
             self.performer.saving.close()
         self.lanes.close()

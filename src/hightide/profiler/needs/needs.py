@@ -275,8 +275,8 @@ def _casting_anew() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-class _Asked(Exception):
-    """The block takes a gradient in its own forward: it needs what its graph saves."""
+class _Asked(BaseException):
+    """The block takes a gradient in its own forward: it needs what its graph saves. No error that it might mind."""
 
 
 def _first_run(

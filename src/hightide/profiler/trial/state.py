@@ -173,23 +173,24 @@ def _write(target: Tensor, values: Tensor) -> None:
 
 
 class _Attributes:
-    """The entries of a dict of attributes, or of any dict."""
+    """The entries of a dict of attributes, or of any dict. Threads may write to it meanwhile."""
 
     def __init__(
         self, there: dict[Any, Any], keep: Callable[[Any], _Kept], without: frozenset[str] = frozenset()
     ) -> None:
         self._there = there
         self._without = without
-        self._entries = {key: keep(value) for key, value in there.items() if key not in without}
+        self._entries = {key: keep(value) for key, value in list(there.items()) if key not in without}
 
     def changes(self) -> Iterator[str]:
-        for key in self._entries.keys() | (self._there.keys() - self._without):
-            if key not in self._entries or key not in self._there or not self._entries[key].is_same(self._there[key]):
+        there = dict(self._there.items())
+        for key in self._entries.keys() | (there.keys() - self._without):
+            if key not in self._entries or key not in there or not self._entries[key].is_same(there[key]):
                 yield str(key)
 
     def restore(self) -> None:
-        for key in [key for key in self._there if key not in self._entries and key not in self._without]:
-            del self._there[key]
+        for key in [key for key in list(self._there) if key not in self._entries and key not in self._without]:
+            self._there.pop(key, None)
         for key, kept in self._entries.items():
             kept.restore()
             if self._there.get(key, self) is not kept.value:
@@ -268,7 +269,7 @@ class _KeptContainer(_Kept):
 
     def __init__(self, value: Any, seen: dict[int, Any], depth: int) -> None:
         super().__init__(value)
-        self._parts = [_keep(part, seen, depth) for part in value]
+        self._parts = [_keep(part, seen, depth) for part in list(value)]
 
     def is_same(self, now: Any) -> bool:
         is_one = type(now) is type(self.value) if isinstance(self.value, tuple) else now is self.value
@@ -276,13 +277,13 @@ class _KeptContainer(_Kept):
             return False
         if isinstance(now, set):
             return all(kept.value in now for kept in self._parts)
-        return all(kept.is_same(part) for kept, part in zip(self._parts, now, strict=True))
+        return all(kept.is_same(part) for kept, part in zip(self._parts, list(now), strict=False))
 
     def restore(self) -> None:
         for kept in self._parts:
             kept.restore()
         if len(self.value) == len(self._parts) and all(
-            part is kept.value for part, kept in zip(self.value, self._parts, strict=True)
+            part is kept.value for part, kept in zip(list(self.value), self._parts, strict=False)
         ):
             return
         self.value.clear()

@@ -366,7 +366,8 @@ class BlockCall:
             found = [total.value if want else None for total, want in zip(summed, wanted, strict=True)]
             del tensors, summed  # inputs go before gradients leave, which may wait where they lay
             self.away.release(run.stashes)
-        self._graphs = None
+        self._graphs = self._before = None
+        self._kept.forget()
         return found
 
     def run_or_replay(self) -> list[Tensor]:

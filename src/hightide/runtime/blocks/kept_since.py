@@ -57,6 +57,11 @@ class KeptSince:
         ):
             yield
 
+    def forget(self) -> None:
+        """After the backward. The graph keeps this object, and what is kept may be results with graphs of their own:
+        each step would keep the one before it."""
+        self._contents, self._tensors = None, []
+
     def refuse(self) -> None:
         """Plain PyTorch has saved what it made of it."""
         raise Refused(

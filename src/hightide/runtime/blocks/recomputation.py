@@ -44,8 +44,8 @@ class _Saved:
         self.tensor: Tensor | None = None  # once it is made again
 
 
-class _AllThere(Exception):
-    """Every tensor that backward needs is there."""
+class _AllThere(BaseException):
+    """Every tensor that backward needs is there. No error that the block might mind, and go another way."""
 
 
 class Recomputed:

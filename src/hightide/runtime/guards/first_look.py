@@ -84,6 +84,11 @@ class FirstLooks:
             self._code_then, self._num_taken = CodeChanges(inside.values()), num_taken
             self._code.change_to(self._code_then.key())
 
+    def forget(self) -> None:
+        """At the end: what blocks keep may have graphs of calls, which keep the run."""
+        self._blocks.clear()
+        self._code_then, self._enabled = None, False
+
     def changes(self, runner: BlockRunner, module: nn.Module) -> BlockChanges | None:
         """None: nobody looks."""
         if self._enabled and runner.index not in self._blocks:

@@ -127,3 +127,18 @@ def test_global_random_numbers_are_told_apart() -> None:
     assert before.drawn() == {"torch", "Python", "numpy"}
     before.restore()
     assert before.drawn() == set()
+
+
+def test_a_thread_may_write_to_what_is_looked_at() -> None:
+    """Here whoever looks at one entry adds another, as a thread could meanwhile."""
+    entries: dict[Any, Any] = {}
+
+    class Written:
+        def __getattribute__(self, name: str) -> Any:
+            entries[len(entries)] = 1
+            return super().__getattribute__(name)
+
+    entries.update(first=Written(), second=Written())
+    module = nn.Module()
+    module.entries = entries
+    assert Snapshot(module).changes()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hightide.runtime.guards.contents import MOST_VALUES, Contents
 
@@ -137,6 +137,20 @@ def test_values_are_put_back_and_then_what_they_were() -> None:
     assert (config.rate, module.config.rate, module.extra, module.many[7]) == (0.2, 0.3, 1, 0)
 
 
+def test_what_others_change_meanwhile_stays() -> None:
+    module = nn.Module()
+    module.log, module.counts, module.rate = [1, 2], {"a": 1, "b": 1}, 0.1
+    contents = Contents([module.__dict__])
+    module.log.append(3)
+    module.counts["a"], module.rate = 2, 0.2
+    with contents.put_back():
+        assert (module.log, module.counts, module.rate) == ([1, 2], {"a": 1, "b": 1}, 0.1)
+        module.log.append(4)
+        module.counts["b"], module.counts["c"], module.other = 3, 4, 5
+    assert module.log == [1, 2, 3, 4]
+    assert (module.counts, module.rate, module.other) == ({"a": 2, "b": 3, "c": 4}, 0.2, 5)
+
+
 def test_tensors_are_not_kept_alive() -> None:
     module = nn.Module()
     module.last = torch.zeros(2)
@@ -144,6 +158,94 @@ def test_tensors_are_not_kept_alive() -> None:
     weakref.finalize(module.last, died.append, True)
     module.last = None
     assert died
+    assert not contents.are_same()
+
+
+RESULTS: dict[str, Callable[[Tensor], Any]] = {
+    "in a tuple": lambda result: (result,),
+    "in dicts": lambda result: {"output": {"logits": result}},
+    "in an object": lambda result: SimpleNamespace(output=[result]),
+    "in a closure": lambda result: lambda: result,
+}
+
+
+@pytest.mark.parametrize("made", RESULTS.values(), ids=RESULTS)
+def test_what_leads_to_results_is_not_kept_alive(made: Callable[[Tensor], Any]) -> None:
+    module, trainer = nn.Module(), SimpleNamespace(rate=0.1)
+    result = torch.ones(2, requires_grad=True) * 2
+    graph = weakref.ref(result)
+    module.trainer, trainer.last = trainer, made(result)
+    contents = Contents([module.__dict__])
+    assert contents.are_same()
+    trainer.rate = 0.2
+    assert not contents.are_same()
+    with contents.put_back():
+        assert trainer.rate == 0.1
+    assert trainer.rate == 0.2
+    del result
+    trainer.rate, trainer.last = 0.1, None
+    assert graph() is None
+    assert not contents.are_same()
+    assert contents.tensors() == []
+
+
+def test_a_result_that_is_another_one_is_seen() -> None:
+    module = nn.Module()
+    module.outputs = [(torch.ones(2, requires_grad=True) * 2,)]
+    contents = Contents([module.__dict__])
+    module.outputs[0][0].detach().add_(1)
+    assert not contents.are_same()
+
+
+class Opaque:
+    """A lazy proxy, which must not be woken up."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Unhashable(str):
+    __slots__ = "more"
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Guarded(dict[str, int]):
+    def items(self) -> Any:
+        raise TypeError
+
+
+class Owned(deque[int]):
+    def __init__(self, _owner: object, _name: str) -> None:
+        super().__init__([1])
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "a proxy of what is gone": lambda: weakref.proxy(Config()),
+    "an opaque object": Opaque,
+    "an unhashable string": lambda: Unhashable("x"),
+    "a dict that does not tell": lambda: Guarded(number=1),
+    "a queue with an owner": lambda: Owned(None, "odd"),
+}
+
+
+@pytest.mark.parametrize("made", ODD.values(), ids=ODD)
+def test_odd_values_fail_nobody(made: Callable[[], Any]) -> None:
+    module = nn.Module()
+    module.__dict__.update(odd=made(), rate=0.1)
+    contents = Contents([module.__dict__])
+    assert contents.are_same()
+    assert contents.key() in {contents.key()}
+    module.rate = 0.2
+    assert not contents.are_same()
+    with contents.put_back():
+        assert module.rate == 0.1
+
+
+def test_data_hides_nothing() -> None:
+    module = nn.Module()
+    module.data, module.config = list(range(2 * MOST_VALUES)), Config()
+    contents = Contents([module.__dict__])
+    module.config.rate = 0.2
     assert not contents.are_same()
 
 
