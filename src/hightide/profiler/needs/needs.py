@@ -239,6 +239,9 @@ def _micro_batch(record: CallRecord, split: Split, num_samples: int) -> list[Any
     ]
 
 
+CHANGED = "it was given what an earlier run of it has written to an object"
+
+
 def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, taps: Sequence[Tap] = ()) -> MeteredCall:
     """Runs one call forward, then forward and backward, and reads the meters."""
     inputs = [_detached(leaf, record.mutated) for leaf in leaves]
@@ -284,14 +287,19 @@ def _first_run(
 ) -> tuple[MeteredCall, list[Event], list[torch.Tensor]]:
     """With its events, and with gradients of what it returns. See [Note: the first run]."""
 
+    is_under_way = [True]
+
     def asked(_nothing: None) -> torch.Tensor:
-        raise _Asked
+        raise _Asked if is_under_way else RuntimeError(CHANGED)
 
     meter, work = AllocationMeter(inside=workspace_bytes), WorkMeter()
     with watched(after=(meter.saw, work.saw)):
         allocated = _Allocated(device)
         with saved_tensors_hooks(lambda _: None, asked) if drops else nullcontext():
-            results = run()
+            try:
+                results = run()
+            finally:
+                is_under_way.clear()
         peak_bytes, events = max(meter.peak_bytes, allocated.peak_bytes), list(meter.events)
     edges = [get_gradient_edge(result) for result in results if result.requires_grad]
     gradients = [torch.zeros_like(result) for result in results]

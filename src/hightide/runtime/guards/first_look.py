@@ -15,6 +15,7 @@ it lies below the forecast's peak; else two micro-batches are run together. What
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -135,7 +136,9 @@ class FirstLooks:
             with self._aside(call):
                 return _compared(call, tensors, together)
         except OutOfMemory:  # the forecast of a block's forward is an estimate
-            return ""
+            pass
+        self._clear_away()
+        return ""
 
     def leaves_the_same(self, call: BlockCall, tensors: Sequence[Tensor], before: Snapshot) -> bool:
         """Whether a block that was split has left what one forward of the whole batch leaves, and a second one too: a
@@ -153,9 +156,11 @@ class FirstLooks:
                     call.tried(call.sliced(tensors, 0, num_samples))
                     with unmetered():
                         same = same and same_contents(left, contents(call.module))
+            return same
         except OutOfMemory:
-            return False
-        return same
+            pass
+        self._clear_away()
+        return False
 
     @contextmanager
     def _aside(self, call: BlockCall) -> Iterator[None]:
@@ -174,8 +179,17 @@ class FirstLooks:
                 yield
         finally:
             random.restore()
-            if self._run.observer is not None:
-                self._run.observer.begin_again()
+            self._begin_again()
+
+    def _clear_away(self) -> None:
+        """What a try has left that ran out of memory: its frames hold tensors, and the block would seem to give them
+        back."""
+        gc.collect()
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        if self._run.observer is not None:
+            self._run.observer.begin_again()
 
     def _most_together(self, call: BlockCall) -> int:
         """Micro-batches for which there is room: all, two or none."""
