@@ -49,6 +49,10 @@ class Wrapped:
         assert isinstance(self, nn.Module)
         run = self.hightide_run
         is_inside = kwargs.get("destination") is not None
+        if not is_inside:
+            run.check_values()
+            run.executor.promises.check_weights("weights are read")
+            run.chunks.binding.check()
         with deferred:
             with Disabled():  # it detaches parameters that are absent
                 values = super().state_dict(*args, **kwargs)  # type: ignore[misc]
@@ -68,6 +72,7 @@ class Wrapped:
                 "load_state_dict(assign=True) would replace parameters that live in hightide's chunks; leave assign "
                 "out: values are copied to where they live, one module at a time"
             )
+        self.hightide_run.executor.promises.check_weights("weights are loaded")
         keys = self.hightide_run.keys
         mine = {
             keys[id(param)]: param for param in self._parameters.values() if param is not None and id(param) in keys

@@ -45,7 +45,7 @@ _CONVERSIONS = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "typ
 CONVERSIONS = {getattr(Tensor, name) for name in _CONVERSIONS}
 _DESCRIBE = {getattr(Tensor, name) for name in METHODS}
 _DESCRIBE |= {torch.is_complex, torch.is_floating_point, torch.numel, torch._has_compatible_shallow_copy_type}
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_VALUES = {getattr(Tensor, name).__get__ for name in VALUES} | {_SET_DATA}
 
 _NAN_BYTES = 8  # room for any dtype
@@ -56,12 +56,18 @@ REFUSAL = (
     "by the optimizer's weight_decay and not by a term of the loss, take gradients from p.grad after backward(), or "
     "make the model plain with hightide.unwrap(model)"
 )
+UPDATED = (
+    "{what} of the parameter {name!r} between backward and optimizer.step(), but this model was wrapped with "
+    "update='in_backward': its update has run already. Do that before backward() or after step(), or wrap with "
+    "update='deferred' (the default)"
+)
 
 
 class AbsentParameter(nn.Parameter):
     """See [Note: reading absent parameters]."""
 
     hightide_names: Mapping[int, str]  # by the id of the parameter
+    hightide_refusal: str
 
     @classmethod
     def __torch_function__(
@@ -79,7 +85,8 @@ class AbsentParameter(nn.Parameter):
             if result is args[0] or isinstance(result, str):  # nothing to convert; or `p.type()`
                 return result
         absent = next(_absent((args, kwargs)))
-        raise Refused(refusal(_spoken(func), absent.hightide_names.get(id(absent), "?")))
+        name = absent.hightide_names.get(id(absent), "?")
+        raise Refused(refusal(_spoken(func), name, absent.hightide_refusal))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         name = self.hightide_names.get(id(self), "?")
@@ -91,16 +98,38 @@ class AbsentParameter(nn.Parameter):
         return format(repr(self), spec)
 
 
-def absent_class(original: type, names: Mapping[int, str]) -> type[nn.Parameter]:
-    """It keeps the class's name."""
-    bases = (AbsentParameter,) if original is nn.Parameter else (AbsentParameter, original)
-    body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "hightide_names": names}
+class NotedParameter(nn.Parameter):
+    """A parameter that is where it is needed, and whose master is not: what somebody writes to it has no effect on that
+    one. A write is noticed by its version, which `.data` would not share with it, and this does."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, AbsentParameter) for kind in types):
+            return NotImplemented  # that one raises
+        with Disabled():
+            return args[0].detach() if func == _GET_DATA else func(*args, **kwargs or {})
+
+
+def absent_class(original: type, names: Mapping[int, str], told: str = REFUSAL) -> type[nn.Parameter]:
+    return _outside(AbsentParameter, original, hightide_names=names, hightide_refusal=told)
+
+
+def noted_class(original: type) -> type[nn.Parameter]:
+    return _outside(NotedParameter, original)
+
+
+def _outside(kind: type[nn.Parameter], original: type, **attributes: Any) -> type[nn.Parameter]:
+    """What a parameter is outside of its block. It keeps the class's name."""
+    bases = (kind,) if original is nn.Parameter else (kind, original)
+    body = {"__module__": original.__module__, "__qualname__": original.__qualname__, **attributes}
     return type(original)(original.__name__, bases, body)
 
 
-def refusal(what: str, name: str) -> str:
+def refusal(what: str, name: str, told: str = REFUSAL) -> str:
     module, _, leaf = name.rpartition(".")
-    return REFUSAL.format(what=what, name=name, module=module, leaf=leaf)
+    return told.format(what=what, name=name, module=module, leaf=leaf)
 
 
 def _absent(values: Any) -> Iterator[AbsentParameter]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hightide.ir.chunk import ParamRange
+from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.refusal import Refused
-from hightide.runtime.chunks.absent import Nans, absent_class
+from hightide.runtime.chunks.absent import UPDATED, Disabled, Nans, absent_class, noted_class
 
 if TYPE_CHECKING:
     from hightide.runtime.chunks.chunks import Chunks
@@ -26,6 +26,11 @@ WRITTEN_WHILE_ABSENT = (
     "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Use "
     "model.load_state_dict(), "
     "or change values before hightide.wrap or after hightide.unwrap"
+)
+WRITTEN_BESIDE_MASTER = (
+    "the parameter {name!r} was written to, but the next update is added to its fp32 master, of which it is the "
+    "rounded copy: the write is lost. Write values with model.load_state_dict(), or change them before hightide.wrap "
+    "or after hightide.unwrap"
 )
 OTHER_DATA = (
     "the parameter {name!r} was given other memory (`p.data = ...`, vector_to_parameters, swap_tensors), which "
@@ -49,7 +54,7 @@ class _Views(NamedTuple):
 
     bound: list[_Bound]
     # Those that are something else afterwards: with their class, what takes the place of their values (None: they
-    # stay), and the class that refuses to be used (None: it may be, outside of its block).
+    # stay), and the class that it has outside of its block (None: the same).
     leaving: list[tuple[nn.Parameter, type, Tensor | None, type | None]]
 
 
@@ -61,44 +66,62 @@ class Binding:
         dtypes = [{entry.param: parameters[entry.param].dtype for entry in spec.params} for spec in specs]
         self._nans = Nans(dtypes, chunks.gpu.device)
         self._absent = {name: nan.expand(parameters[name].shape) for name, nan in self._nans.everyone().items()}
-        self._has_other_copy = [spec.has_master or chunks.lives_elsewhere(spec.index) for spec in specs]
+        self._written = [self._told_of_writes(spec) for spec in specs]
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self.ignored_versions: set[str] = set()  # the code of their blocks makes them grow without a write
         self._made: dict[tuple[int, int | None, int | None], _Views] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
         self._loose = [spec.index for spec in specs if spec.block in loose]
         names = {id(param): name for name, param in parameters.items()}
-        kinds = {kind: absent_class(kind, names) for kind in set(self._classes.values())}
-        # Of parameters whose values are not always on the GPU, or not always the newest there.
-        self._hidden: dict[str, type] = {
-            entry.param: kinds[self._classes[entry.param]]
-            for spec in specs
-            if chunks.lives_elsewhere(spec.index) and spec.block not in loose
-            for entry in spec.params
+        absent = {kind: absent_class(kind, names) for kind in set(self._classes.values())}
+        noted = {kind: noted_class(kind) for kind in absent}
+        self._outside: dict[str, type] = {}  # what a parameter is outside of its block, if something else than in it
+        self._hidden: set[str] = set()  # whose values are not always on the GPU, or not always the newest there
+        for spec in specs:
+            is_hidden = chunks.lives_elsewhere(spec.index) and spec.block not in loose
+            if is_hidden or spec.has_master:
+                kinds = absent if is_hidden else noted
+                self._outside |= {entry.param: kinds[self._classes[entry.param]] for entry in spec.params}
+            if is_hidden:
+                self._hidden |= {entry.param for entry in spec.params}
+        updated = {kind: absent_class(kind, names, UPDATED) for kind in absent}
+        # The others that train, and what they are between an update in backward and step().
+        self._updated = {
+            key: updated[kind]
+            for key, kind in self._classes.items()
+            if key not in self._hidden and parameters[key].requires_grad
         }
+        self._is_updated = False
+
+    def _told_of_writes(self, spec: ChunkSpec) -> str:
+        """Parameters that stay can be written in place, which is right only where nobody keeps another copy ("")."""
+        if self._chunks.lives_elsewhere(spec.index):
+            return WRITTEN_WHILE_ABSENT
+        return WRITTEN_BESIDE_MASTER if spec.has_master else ""
 
     def bind(self, chunk: int, block: int | None = None) -> None:
         if (written := self._nans.written(chunk)) is not None:
             raise Refused(WRITTEN_WHILE_ABSENT.format(name=written))
-        elsewhere, versions = self._has_other_copy[chunk], self._versions
         for key, param, shown, view, addresses in self._views(chunk, block).bound:
             param.__class__ = shown
-            # Persistent parameters can be written in place, which is right only where nobody keeps another copy.
-            version = param._version
-            if versions.setdefault(key, version) != version and elsewhere and key not in self.ignored_versions:
-                versions[key] = version
-                raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
+            self._check_written(chunk, key, param)
             if param.data_ptr() not in addresses:
                 self._refuse_other_data(key, view)
             param.data = view
 
+    def _check_written(self, chunk: int, key: str, param: nn.Parameter) -> None:
+        version, told = param._version, self._written[chunk]
+        if self._versions.setdefault(key, version) != version and told and key not in self.ignored_versions:
+            self._versions[key] = version
+            raise Refused(told.format(name=key))
+
     def unbind(self, chunk: int, block: int | None = None) -> None:
-        for param, shown, absent, hidden in self._views(chunk, block).leaving:
+        for param, shown, absent, outside in self._views(chunk, block).leaving:
             if absent is not None:
                 param.__class__ = shown  # after an exception in `bind` it may not have been bound at all
                 param.data = absent
-            if hidden is not None:
-                param.__class__ = hidden
+            if outside is not None:
+                param.__class__ = outside
 
     def _views(self, chunk: int, block: int | None) -> _Views:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
@@ -116,22 +139,34 @@ class Binding:
             key, param, view = entry.param, self._parameters[entry.param], chunks.view_of(flat, entry)
             addresses = {view.data_ptr(), self._absent[key].data_ptr()}
             made.bound.append(_Bound(key, param, self._classes[key], view, addresses))
-            if is_streamed or key in self._hidden:
+            if is_streamed or key in self._outside:
                 absent = self._absent[key] if is_streamed else None
-                made.leaving.append((param, self._classes[key], absent, self._hidden.get(key)))
+                made.leaving.append((param, self._classes[key], absent, self._outside.get(key)))
         return made
 
     def _refuse_other_data(self, key: str, view: Tensor) -> None:
         """Somebody gave the parameter other memory (`p.data = ...`), unless it is still in another slot of ours."""
-        if self._chunks.slot_offset(self._parameters[key].data) is None:
+        with Disabled():
+            if self._chunks.slot_offset(self._parameters[key].data) is not None:
+                return
             self._parameters[key].data = view
-            raise Refused(OTHER_DATA.format(name=key))
+        raise Refused(OTHER_DATA.format(name=key))
 
     def check_loose(self) -> None:
-        for chunk in self._loose:
+        self._check(self._loose)
+
+    def check(self) -> None:
+        """All that are on the GPU: before their values are taken from there."""
+        self._check([spec.index for spec in self._chunks.specs if not self._chunks.placed[spec.index].is_streamed])
+
+    def _check(self, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
             for bound in self._views(chunk, None).bound:
-                if bound.param.data_ptr() not in bound.addresses:
+                with Disabled():
+                    is_elsewhere = bound.param.data_ptr() not in bound.addresses
+                if is_elsewhere:
                     self._refuse_other_data(bound.key, bound.view)
+                self._check_written(chunk, bound.key, bound.param)
 
     def loose_params(self) -> list[Tensor]:
         return [self._chunks.param_on_gpu(chunk) for chunk in self._loose]
@@ -141,8 +176,20 @@ class Binding:
         self._parameters[key].__class__ = self._classes[key]
 
     def _hide(self, key: str) -> None:
-        if key in self._hidden:
-            self._parameters[key].__class__ = self._hidden[key]
+        if key in self._outside:
+            self._parameters[key].__class__ = self._outside[key]
+
+    def hide_updated(self) -> None:
+        """Updates in backward have run: until step() nobody may see the next values, or write to them."""
+        self._is_updated = True
+        for key, kind in self._updated.items():
+            self._parameters[key].__class__ = kind
+
+    def show_updated(self) -> None:
+        if self._is_updated:
+            self._is_updated = False
+            for key in self._updated:
+                self._parameters[key].__class__ = self._outside.get(key, self._classes[key])
 
     def is_hidden(self, key: str) -> bool:
         """Whether the parameter refuses to be used outside of its block."""

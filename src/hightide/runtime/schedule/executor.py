@@ -306,6 +306,8 @@ class Executor:
         self._gradients.end_backward()
         self._pass.backward_ended = True
         self.promises.end_backward()
+        if self.promises.has_kept_backward:
+            self._chunks.binding.hide_updated()
         return True
 
     def _average_the_rest(self, current: Pass) -> None:
@@ -366,6 +368,7 @@ class Executor:
         for chunk in self._leftovers():
             self._demands.update(chunk)
         self.promises.end_step()
+        self._chunks.binding.show_updated()
         self._performer.updated.clear()
 
     def _count(self, what: str, is_evaluating: bool = False) -> None:

@@ -79,6 +79,14 @@ class Promises:
                 "accumulate over several backwards or to skip steps."
             )
 
+    def check_weights(self, what: str) -> None:
+        """Before all weights are read or written."""
+        if self.has_kept_backward:
+            raise Refused(
+                f"{what} between backward and optimizer.step(), but this model was wrapped with update='in_backward': "
+                "the updates have run already. Do that after step(), or wrap with update='deferred' (the default)."
+            )
+
     def uses_up(self, program: Program) -> None:
         """A backward of this pass has begun."""
         self.owes_step, self._has_ended = self._in_backward and program.mode.ends_step, False
