@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from hightide.optim.registry import in_parts, rule_for
 from hightide.optim.rule import Rule
 from hightide.planner.problem import Terms
 from hightide.profiler.model.block_finder import BlockChoice
-from hightide.profiler.model.call_tree import Batch
+from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, tensors
+from hightide.profiler.model.samples import refuse_nested
 from hightide.runtime.surgery import run_of
 
 Calls = int | Literal["auto"]  # of a step
@@ -90,6 +92,7 @@ class Asked:
                 "plan"
             )
         check_disks(limits.disks)
+        refuse_nested(tensors(flatten_call(*call_arguments(batch))[0]), "a tensor of the batch")
         return cls(
             model=model,
             optimizer=optimizer,
@@ -140,11 +143,28 @@ def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opt
         raise ValueError(f"optimizer is {kind_of(optimizer)}; pass a torch.optim.Optimizer")
     if run_of(model) is not None or any(run_of(module) is not None for module in model.modules()):
         raise ValueError("this model is wrapped already; use it as it is, or call hightide.unwrap(model) first")
+    check_kind(model)
     if isinstance(optimizer, WrappedOptimizer):
         raise ValueError(
             "this optimizer belongs to a wrapped model already; make a new one over this model's parameters"
         )
     return optimizer
+
+
+def check_kind(model: nn.Module) -> None:
+    """What cannot be called as blocks are."""
+    if inspect.isgeneratorfunction(model.forward):
+        raise ValueError(
+            f"the forward of {type(model).__name__} is a generator, so its blocks run after the model's call has "
+            "ended; return a list of what it yields"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"the module {(name or type(module).__name__)!r} is TorchScript, whose parameters and code hightide "
+                "cannot exchange; pass the Python module that it was made from (compile=True compiles blocks). "
+                "Functions of torch.jit.script that blocks call are fine"
+            )
 
 
 def check_disks(disks: Sequence[DiskLimit]) -> None:

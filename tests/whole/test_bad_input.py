@@ -33,6 +33,10 @@ def refused() -> Callable[..., Any]:
     return check
 
 
+def nested(*shapes: tuple[int, ...]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(shape) for shape in shapes], layout=torch.jagged)
+
+
 def small() -> tuple[nn.Module, dict[str, Any]]:
     return models.hand_written(num_layers=2)
 
@@ -86,6 +90,7 @@ def test_a_disk_in_a_folder_that_is_not_there(make: Any, refused: Any, tmp_path:
         ({"x": torch.tensor(3.0)}, ("without a batch dimension", "x: Tensor", "samples along the first dimension")),
         ({"x": 7}, ("without a batch dimension", "x: int", "pass the whole batch")),
         ({"x": torch.zeros(0, 32)}, ("0 samples", "at least 1")),
+        ({"x": nested((2, 32), (3, 32))}, ("a tensor of the batch is a nested tensor", "pad")),
         (42, ("type int", "pass a mapping")),
     ],
 )
@@ -173,6 +178,46 @@ def test_a_model_without_parameters(refused: Any) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     with refused("0 parameters", "nothing to train"):
         hightide.wrap(nn.Tanh(), optimizer, torch.zeros(4, 2), limits=LIMITS)
+
+
+class Parts(nn.Module):
+    """Another kind of layer, and whether its results come one by one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer, nn.Linear(2, 2)])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OneByOne(Parts):
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+            yield x
+
+
+class Nested(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([super().forward(x)[:3], x[3:]], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (OneByOne(nn.Linear(2, 2)), ("forward of OneByOne is a generator", "return a list")),
+        (Parts(torch.jit.script(nn.Linear(2, 2))), ("'layers.0' is TorchScript", "pass the Python module")),
+        (Parts(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))), ("'layers.0' is TorchScript", "compile=True")),
+        (Parts(Nested(2, 2)), ("of a block is a nested tensor", "pad")),
+    ],
+)
+def test_models_that_have_no_blocks_to_call(model: nn.Module, words: tuple[str, ...], refused: Any) -> None:
+    for function in (hightide.wrap, hightide.plan):
+        with refused(*words):
+            function(model, adamw(model), torch.zeros(5, 2), limits=LIMITS)
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------

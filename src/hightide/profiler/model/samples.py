@@ -8,6 +8,7 @@ tried, and taken if some may be split along that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any
@@ -41,6 +42,14 @@ def possible_samples(batch: Batch) -> list[Samples]:
     if _second_size(batch) is not None:
         found.append(Samples.SECOND)
     return found or [Samples.NOWHERE]
+
+
+def refuse_nested(found: Iterable[Tensor], whose: str) -> None:
+    if any(tensor.is_nested for tensor in found):
+        raise ValueError(
+            f"{whose} is a nested tensor (torch.nested), whose samples cannot be told apart by its dimensions; pad "
+            "samples to one length, with a mask, or pack them into one row"
+        )
 
 
 def num_samples(batch: Batch, samples: Samples) -> int:

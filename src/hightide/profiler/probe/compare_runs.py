@@ -20,7 +20,7 @@ from hightide.ir.block import Affine
 from hightide.ir.split import BatchDim, Split
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import num_bytes, tensors
-from hightide.profiler.model.samples import Samples
+from hightide.profiler.model.samples import Samples, refuse_nested
 from hightide.profiler.probe.probe_record import CallRecord, ProbeRecord, storage_of
 from hightide.profiler.probe.probe_result import FAILED, ProbedCall, ProbeResult
 from hightide.profiler.probe.tap_search import merged
@@ -117,6 +117,7 @@ def _batch_dims(
 ) -> Iterator[BatchDim | None]:
     if len(one) != len(two):
         raise _NotSplittable(f"the number of {what} tensors depends on the batch size ({len(one)} and {len(two)})")
+    refuse_nested((*one, *two), f"an {what} of a block")
     for index, (a, b) in enumerate(zip(one, two, strict=True)):
         changed = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
         if not changed:

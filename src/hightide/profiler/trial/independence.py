@@ -36,6 +36,7 @@ from hightide.ir.split import BatchDim
 from hightide.process.interrupts import in_a_line, is_interrupt
 from hightide.profiler.fake.fake import Originals
 from hightide.profiler.model.call_tree import narrow
+from hightide.profiler.model.samples import refuse_nested
 from hightide.profiler.trial.alone import alone
 from hightide.profiler.trial.quiet import Quiet
 from hightide.profiler.trial.repeated_call import (
@@ -87,6 +88,7 @@ class _NoValues(Exception):
 
 def examine(call: TriedCall, originals: Originals, device: torch.device) -> Finding:
     """Tries one call. See [Note: trying a block alone]. A call that is not split anyway is only repeated."""
+    refuse_nested(call.record.inputs, f"an input of {type(call.module).__name__}")
     if device.type == "cuda":  # else torch warns that autograd's thread has no context yet
         torch.ones((), device=device, requires_grad=True).sin().backward()
     split = call.split
