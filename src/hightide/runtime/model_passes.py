@@ -29,10 +29,18 @@ from hightide.runtime.step_work import Computed
 from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
+    from hightide.runtime.blocks.block_function import BlockCall
     from hightide.runtime.run import Run
 
 FORWARD_BEGINS = "the beginning of a forward"  # where ranks tell whether one has a larger batch than all before
 NUM_EVALUATIONS = 4  # of one batch, at most: what it needs is known as far as it got
+
+SEVERAL_GRAPHS = (
+    "The graph of an earlier forward is still there, beside that of the latest, and the plan has room for one such "
+    "batch. If both are needed for one backward, wrap the model with an example batch that has the samples of all "
+    "forwards of a step. If nobody needs the earlier one (a step that was skipped), drop what came of it (del loss) "
+    "before the next forward."
+)
 
 AroundCall = Callable[[tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[None]]
 
@@ -49,7 +57,8 @@ class ModelPasses:
         self._is_inside = False  # the model's own forward is under way
         self._seed = b""
         self._nth_call: Counter[int] = Counter()
-        self.open_calls: WeakSet[object] = WeakSet()  # of blocks, in the latest training pass
+        self.open_calls: WeakSet[BlockCall] = WeakSet()  # of blocks, in the latest training pass
+        self._earlier_calls: WeakSet[BlockCall] = WeakSet()  # in passes whose backward had not begun at the next one
         self._are_several = False  # graphs of more than one forward may be alive
         self._end_queued = False
         self._backward = Hold(is_over=lambda: torch._C._current_graph_task_id() < 0)
@@ -101,6 +110,10 @@ class ModelPasses:
             self._run.executor.start()
             with self._run.gpu.meter("activations"), self._around_call(args, kwargs):
                 return original(*args, **kwargs)
+        except OutOfMemory as error:
+            if mode is not Mode.EVAL:
+                self.tell_of_several(error)
+            raise
         finally:
             self._is_inside = False
             self.batch = None
@@ -153,6 +166,8 @@ class ModelPasses:
             run.looks.begin_pass()
             if torch._C._current_graph_task_id() < 0:  # else a checkpoint repeats a part of the latest
                 self._are_several = are_several
+                if are_several:
+                    self._earlier_calls.update(self.open_calls)
                 self._seed = rng.pass_seed(run.num_passes)
                 self._nth_call.clear()
             self.open_calls.clear()
@@ -174,6 +189,18 @@ class ModelPasses:
             return False
         gc.collect()
         return len(self.open_calls) > 0
+
+    def _ran_out(self, error: OutOfMemory) -> None:
+        """In backward."""
+        if not self.tell_of_several(error) and self._run.observer is not None:
+            self._run.observer.ran_out(error)
+
+    def tell_of_several(self, error: OutOfMemory) -> bool:
+        """Whether more graphs than one are what has taken the memory."""
+        if not is_short(error) or all(call.is_spent for call in self._earlier_calls):
+            return False
+        error.add_note(SEVERAL_GRAPHS)
+        return True
 
     # -- its blocks -----------------------------------------------------------------------------------------------
 
@@ -206,8 +233,8 @@ class ModelPasses:
                 if self._run.watchman is not None:  # the others wait for what this rank will not do
                     self._run.watchman.fail(error)
                 executor.abandon()
-                if op is Op.BACKWARD and observer is not None and isinstance(error, OutOfMemory):
-                    observer.ran_out(error)
+                if op is Op.BACKWARD and isinstance(error, OutOfMemory):
+                    self._ran_out(error)
                 self._backward.end()
                 raise
 

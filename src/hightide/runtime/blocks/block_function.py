@@ -324,6 +324,11 @@ class BlockCall:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
+    @property
+    def is_spent(self) -> bool:
+        """Its one backward has begun."""
+        return self._spent
+
     def backward(
         self, here: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:

@@ -18,8 +18,10 @@ from hightide.stores.ticket import Ticket
 
 HELD_ALIGN_BYTES = 64  # what is held begins at a multiple of this, so that it can be read as any type
 FREED = (
-    "Trying to backward through a block a second time: its saved inputs have been freed. "
-    "hightide runs one backward per forward."
+    "Trying to backward through a block a second time: its saved inputs have been freed. hightide runs one backward "
+    "per forward, also with retain_graph=True. Add up losses before one backward(), (loss1 + loss2).backward(); for a "
+    "gradient beside that of backward(), such as torch.autograd.grad(loss, inputs), call the model once more; inputs "
+    "that require gradients have theirs in .grad after backward()"
 )
 
 
@@ -246,6 +248,7 @@ class Stashes:
         """The tensors of a stash, for its one backward. What no lane has brought back is brought back now."""
         if stash.consumed:
             raise Refused(FREED)
+        self._bury_orphans()  # of a graph that was dropped after this one's forward had begun
         for entry in stash.entries:
             for ticket in entry.on_the_way:
                 ticket.join()

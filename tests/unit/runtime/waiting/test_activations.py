@@ -238,3 +238,19 @@ def test_what_a_dead_graph_was_copying_lives_until_the_copy_is_through(strided: 
     ticket.set_result()
     next_pass.join(10)
     assert not next_pass.is_alive() and source() is None
+
+
+def test_a_graph_that_is_dropped_after_the_next_forward_leaves_nothing_to_its_backward() -> None:
+    """A loss that was not finite is skipped, and its name is given to the next one: in its backward the GPU is as full
+    as ever."""
+    stashes = Stashes(SimulatedAccelerator(1 << 16), HostArena(1 << 16))
+    skipped = stashes.register(0, [torch.randn(8, 16)])
+    stashes.prepare_store(skipped)
+    source, ticket = weakref.ref(skipped.entries[0].leaving), Ticket("copy to host")
+    ticket.set_result()
+    stashes.is_moved_by(skipped, ticket)
+    stashes.begin_pass()
+    stash = stashes.register(0, [torch.randn(4, 16)])
+    del skipped
+    stashes.consume(stash)
+    assert source() is None
