@@ -25,7 +25,8 @@ MAX_DEPTH = 6  # of objects in objects
 MOST_VALUES = 2_000  # looked at each time; what is further away than these is not followed
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TYPES = frozenset(PLAIN)
-_FOREIGN = frozenset({"torch", "logging", "threading", "random", "numpy"})  # objects of these are not followed
+# Objects of these are not followed: kernels of Triton have caches that grow with their calls.
+_FOREIGN = frozenset({"torch", "logging", "threading", "random", "numpy", "triton"})
 _NOTHING = object()
 _Place = Any  # a dict, list, deque, set or tuple, or what is in a class
 

@@ -71,9 +71,7 @@ class Hungry(Block):
 
 def test_a_try_that_runs_out_of_memory_says_nothing_about_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(Hungry(), Hungry()), torch.randn(6, 8)
-    model, optimizer = hightide.wrap(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), x, limits=ROOM, micro_batch=2
-    )
+    model, optimizer = hightide.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), x, limits=ROOM, micro_batch=2)
     monkeypatch.setattr(Hungry, "is_wrapped", True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that it runs the whole batch at once
