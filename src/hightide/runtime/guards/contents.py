@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hightide.profiler.trial.state import version
 
@@ -92,7 +93,7 @@ class Contents:
     def are_same(self) -> bool:
         try:
             return (
-                self._places == self._then
+                _equal(self._places, self._then)
                 and all(place[key] is value for place, key, value in self._links)
                 and all(one.is_same() for one in self._singly)
             )
@@ -289,9 +290,21 @@ def _token(value: Any) -> Any:
 
 def _equal(one: Any, two: Any) -> bool:
     try:
-        return bool(one == two)
-    except Exception:  # arrays and tensors do not compare so
+        with _OTHERS:
+            return bool(one == two)
+    except Exception:  # arrays do not compare so
         return False
+
+
+class _Others(TorchFunctionMode):
+    """Inside, a tensor equals nothing but itself: one in the place of a number is a change, whatever its value, for
+    which a comparison would wait, on a GPU at each call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False
+
+
+_OTHERS = _Others()
 
 
 def _entries(place: _Place) -> list[tuple[Any, Any]]:
