@@ -186,13 +186,13 @@ def to_files(training: Training) -> tuple[bytes, dict[str, Tensor]]:
 def read_training(path: str | Path) -> Training:
     """Of one checkpoint: needs no model. ValueError for one that is damaged."""
     path = Path(path)
-    return training_of(path, folder.manifest_of(path))
+    return training_of(path, folder.whole_manifest_of(path))
 
 
 def read_plan(path: str | Path) -> Plan | None:
     """The one that a checkpoint was made under; None: plain PyTorch."""
     path = Path(path)
-    manifest = folder.manifest_of(path)
+    manifest = folder.whole_manifest_of(path)
     if all(file.name != PLAN for file in manifest.files):
         return None
     try:

@@ -286,6 +286,11 @@ class TrainerMixin(Base):
             self._frozen = wrap_frozen(self, dataloader, self._wrap_options)
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """A checkpoint that an interrupted run has begun is there before anybody looks for one to go on from."""
+        self.finish_saving()
+        return super().train(*args, **kwargs)
+
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
@@ -385,6 +390,8 @@ class TrainerMixin(Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """After wrapping, where it is ours, or the model has no values so far."""
+        if is_ours(resume_from_checkpoint):
+            read_training(resume_from_checkpoint)  # one that is damaged is told before anybody plans
         has_values = not any(param.is_meta for param in self.model.parameters())
         self._resumes_from = resume_from_checkpoint if is_ours(resume_from_checkpoint) and self._run is None else None
         self._is_owed = not is_ours(resume_from_checkpoint) and self._run is None and not has_values

@@ -192,6 +192,34 @@ def test_one_that_cannot_be_read(
     assert len(all) == 1 and len(searches) == 1 and logs(second) == logs(first)
 
 
+@pytest.mark.parametrize("gone", ["manifest.json", "rng_state.pth"])
+def test_one_of_a_damaged_checkpoint_is_not_asked_for(
+    gone: str, plain: Any, searches: list[str], tmp_path: Path
+) -> None:
+    """It is refused before anybody plans. Without its manifest the plain Trainer would take its weights alone."""
+    kept = Path(plain.args.output_dir) / "checkpoint-2"
+    shutil.copytree(kept, tmp_path / "second" / "checkpoint-1")
+    shutil.copytree(kept, tmp_path / "second" / "checkpoint-2")
+    (tmp_path / "second" / "checkpoint-2" / gone).unlink()
+    second = trainer(tmp_path / "second", **OPTIONS)
+    with pytest.raises(ValueError, match=rf"checkpoint-2 is damaged: .*{gone}.*; "):
+        second.train(resume_from_checkpoint=True)
+    assert not searches and second.state.global_step == 0
+
+
+def test_a_checkpoint_that_is_still_being_written_is_waited_for(plain: Any, tmp_path: Path) -> None:
+    """As after Ctrl-C in a notebook."""
+    second, folder = trainer(tmp_path / "second", **OPTIONS), tmp_path / "second"
+
+    class Saving:
+        def wait(self) -> None:
+            shutil.copytree(Path(plain.args.output_dir) / "checkpoint-2", folder / "checkpoint-2")
+
+    second._saving = Saving(), str(folder)
+    second.train(resume_from_checkpoint=True)
+    assert logs(second) == logs(plain)
+
+
 @pytest.mark.parametrize("longest_at", [2, 3], ids=["before the checkpoint", "after it"])
 def test_a_batch_that_is_longer_than_the_example(longest_at: int, searches: list[str], tmp_path: Path) -> None:
     """A plan that it has led to is gone on with; and one that is gone on with gives way to it as any other."""

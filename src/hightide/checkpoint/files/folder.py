@@ -93,6 +93,14 @@ def refusal(path: str | Path, problem: str, num_more: int = 0) -> DamagedCheckpo
     return DamagedCheckpoint(f"{shown(path)} is damaged: {problem}{more}; {offer}")
 
 
+def whole_manifest_of(path: Path) -> Manifest:
+    """Of a checkpoint that is about to be used: for one that is damaged, which one is whole is told."""
+    try:
+        return manifest_of(path)
+    except ValueError as error:
+        raise refusal(path, str(error)) from error
+
+
 def manifest_of(path: Path) -> Manifest:
     """Of a checkpoint that the user names: its own path may be a link."""
     try:
