@@ -38,6 +38,7 @@ from hightide.data.buckets import INPUT_IDS, PadToBucket, bucket_lengths
 from hightide.integrations.model_files import is_pretrained
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Plan, Update
+from hightide.optim.optimizer import WrappedOptimizer
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
@@ -104,6 +105,7 @@ class TrainerMixin(Base):
         self._num_batches = 0  # that it will have
         self._num_items: Any = None  # labels in all of them
         self._frozen: list[nn.Parameter] | None = None  # by us, to be evaluated only
+        self._is_wrapped_here = False  # and not by the user
         self._is_owed = False  # a model whose values are loaded after wrapping
         self._resumes_from: str | None = None  # a checkpoint of ours, before the model is wrapped
         self._asked: dict[str, Any] | None = None  # what the plan was made for; None: it is the user's
@@ -184,15 +186,22 @@ class TrainerMixin(Base):
         return run_of(self.model)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        if self._frozen is not None:  # there is something to train on since
-            api.unwrap(self.model)
-            frozen, self._frozen = self._frozen, None
-            thaw(frozen)
+        self._thaw()
         if self._run is None:
             self._wrap(self._plain_optimizer(model))
         elif self.optimizer is None:
-            raise ValueError("the model is wrapped already; pass its optimizer too: optimizers=(optimizer, None)")
+            raise ValueError(
+                "the model is wrapped already; pass its optimizer too, optimizers=(optimizer, None), or call "
+                "hightide.unwrap(model) first"
+            )
         return self.optimizer
+
+    def _thaw(self) -> None:
+        """There is something to train on since."""
+        if self._frozen is not None:
+            api.unwrap(self.model)
+            frozen, self._frozen = self._frozen, None
+            thaw(frozen)
 
     def _plain_optimizer(self, model: Any) -> Any:
         """Without a kernel of its own, for which parameters would have to be somewhere."""
@@ -229,6 +238,7 @@ class TrainerMixin(Base):
         run = self._run
         assert run is not None
         self._calls = run.plan.accumulate if is_free else None
+        self._is_wrapped_here = True
         if self.args.save_strategy != "no":
             prepare_saves(self.model, self.args.output_dir)
 
@@ -271,17 +281,30 @@ class TrainerMixin(Base):
         )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if training:
+            self._wrap_by_now()
         run = self._run
         if run is None:
             return super()._wrap_model(model, training, dataloader)
         run.gradients.takes_norms = True
         return self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
 
+    def _wrap_by_now(self) -> None:
+        """A subclass may make its optimizer without asking `create_optimizer` here, another one at each `train`: its
+        model would train plain, or not at all."""
+        self._thaw()
+        is_new = not isinstance(_inner(self.optimizer), WrappedOptimizer)
+        if is_new and self._is_wrapped_here and self._run is not None:
+            api.unwrap(self.model)
+        if self._run is None:
+            self._wrap(self.optimizer)
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """A model need not fit the GPU: by now it is wrapped, to train, or where there is nothing to train on, to be
         evaluated only."""
         if self._run is None and self.train_dataset is not None:
             self.create_optimizer()
+            self._wrap_by_now()
         elif self._run is None:
             self._frozen = wrap_frozen(self, dataloader, self._wrap_options)
         return super().evaluation_loop(dataloader, *args, **kwargs)
