@@ -26,6 +26,7 @@ ROW_FILES = (".jsonl", ".ndjson", ".csv", ".parquet")  # of a folder not read, w
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 COMPRESSED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
 GZIP_BEGINS = b"\x1f\x8b"
+LFS_BEGINS = b"version https://git-lfs.github.com/"
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # of a folder of text files
 PIECE_BYTES = 1 << 20  # of a text file, about
 CHARACTER_BYTES = 4  # of UTF-8, at most
@@ -73,6 +74,11 @@ def read_rows(path: Path, progress: Progress, most_bytes: int | None = None) -> 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader]:
     with open_regular(path, "data file") as raw, open(raw.fileno(), "rb", closefd=False) as file:
+        begins = file.peek(len(LFS_BEGINS))
+        if begins.startswith(GZIP_BEGINS):
+            raise ValueError(f"{shown(path)} is compressed: gunzip it first, it lacks the ending .gz")
+        if begins.startswith(LFS_BEGINS):  # as text it would be learned
+            raise ValueError(f"{shown(path)} is a pointer of Git LFS, without the file itself; get it: git lfs pull")
         yield file
 
 
@@ -158,8 +164,6 @@ def _decoded(data: bytes, path: Path, line: int, is_cut: bool = False) -> str:
     except UnicodeDecodeError as error:
         if is_cut and error.end >= len(data) - 3:  # a limit in the middle of a character
             return data[: error.start].decode()
-        if line == 1 and data.startswith(GZIP_BEGINS):
-            raise ValueError(f"{shown(path)} is compressed: gunzip it first, it lacks the ending .gz") from None
         line += data.count(b"\n", 0, error.start)
         raise ValueError(
             f"{shown(path)}, line {line}: it is not UTF-8 text ({error.reason}); convert the file, as with iconv"

@@ -88,6 +88,7 @@ def test_lines_of_json_may_be_called_json(tmp_path: Path) -> None:
         ),
         ("a.jsonl.gz", b"\x1f\x8b\x08", r"a.jsonl.gz is compressed: gunzip it first"),
         ("a.jsonl", b"\x1f\x8b\x08", r"a.jsonl is compressed: gunzip it first, it lacks the ending"),
+        ("a.txt", "version https://git-lfs.github.com/spec/v1\noid", r"a.txt is a pointer of Git LFS.*: git lfs pull"),
         ("a.parquet", "text", r"a.parquet is no Parquet file"),
         ("a.docx", "text", r"a.docx is of no known format"),
     ],
