@@ -14,8 +14,8 @@ from hightide.checkpoint.pretrained_folder import save_pretrained
 from hightide.free_memory import room_on, warn_of_moving_in, warn_of_reserve, warn_of_room
 from hightide.integrations import lora, transformers
 from hightide.ir.plan import Plan
+from hightide.loading.first_values import first_values
 from hightide.loading.unloaded import forget, origins_in, seem_unloaded
-from hightide.loading.values import first_values
 from hightide.observe.larger_batches import LargerBatches
 from hightide.observe.ranked_batches import RankedLargerBatches
 from hightide.observe.ranked_watch import RankedWatch

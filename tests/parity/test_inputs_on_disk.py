@@ -38,7 +38,7 @@ import hightide
 from disk_plans import D, G, H, folder, placed
 from hightide.ir.action import Mode
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.inputs_on_disk import passing_calls, stored_bytes
+from hightide.planner.disk_inputs import passing_calls, stored_bytes
 from hightide.planner.solution import Solution
 from hightide.planner.verify.compare_records import compare
 from hightide.runtime.run import Run

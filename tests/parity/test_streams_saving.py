@@ -19,7 +19,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime import run_values as run_module
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
-from hightide.runtime.saving.kept import Kept, Stage
+from hightide.runtime.saving.kept import CopyStage, Kept
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.surgery import run_of
 from hightide.stores.ticket import Ticket
@@ -79,7 +79,7 @@ def watch(detector: race_detector.Detector, run: Any, patch: pytest.MonkeyPatch)
     def taking(saving: CopyOnUpdate, number: int) -> torch.Tensor:
         values = take(saving, number)
         kept = saving._kept[number]
-        if kept.stage is Stage.ASIDE and kept.tier is Tier.GPU:
+        if kept.stage is CopyStage.ASIDE and kept.tier is Tier.GPU:
             detector.use([("buffer", values.data_ptr())], f"reading of tile {number}", writes=False)
         return values
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hightide.checkpoint.files.folder import DamagedCheckpoint, manifest_of, refusal
 from hightide.checkpoint.files.manifest import FileSums, Manifest
 from hightide.checkpoint.training import OptimizerState, Training, optimizer_state, training_of, with_extra_state
-from hightide.integrations.folder import few
+from hightide.integrations.foreign_folder import few
 from hightide.integrations.model_files import (
     ADAPTER,
     MODEL,

@@ -13,7 +13,7 @@ from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.profiler.model.call_tree import Batch, call_arguments
 from hightide.profiler.switches import checkpointing
 from hightide.profiler.switches.caches import PRETRAINED
-from hightide.profiler.switches.packing import plain_positions
+from hightide.profiler.switches.packed_positions import plain_positions
 
 # Arguments of a call that say nothing about positions.
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "logits_to_keep", "num_items_in_batch", "return_dict", "use_cache"}

@@ -19,8 +19,8 @@ from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.observe.watch import Watch
+from hightide.planner.disk_inputs import buffer_bytes, stored_bytes
 from hightide.planner.infeasible import InfeasiblePlan, TooFewSlots
-from hightide.planner.inputs_on_disk import buffer_bytes, stored_bytes
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import needed_bytes
 from hightide.planner.problem import Problem

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hightide.ir.plan import Forecast, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
-from hightide.observe.light import light_s_of
+from hightide.observe.speed_of_light import light_s_of
 from hightide.planner.predict.wear import Wear, in_words, wear
 from hightide.runtime.run import Run
 

@@ -23,7 +23,7 @@ from hightide.planner.mechanism import NONE, Mechanisms
 from hightide.planner.placement import Placement
 from hightide.planner.predict.moving_in import moving_in_bytes
 from hightide.planner.predict.peaks import Peaks, bytes_forecast, step_peaks
-from hightide.planner.predict.saving import SaveForecast, save_forecast
+from hightide.planner.predict.save_forecast import SaveForecast, save_forecast
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate

@@ -64,7 +64,7 @@ class RehearsedCall:
 
 
 @dataclass(frozen=True)
-class Tile:
+class LossTile:
     """Of a head with a fused loss: its samples are tokens."""
 
     num_tokens: int
@@ -90,7 +90,7 @@ class Stage:
         activation: Activation,
         device: torch.device,
         compile: bool = False,
-        tile: Tile | None = None,
+        tile: LossTile | None = None,
     ) -> None:
         """`num_samples`: the most that will run at once."""
         self.part, self.device = part, device

@@ -13,7 +13,7 @@ from hightide.planner.advice.why import Reasons
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.floor import floors
 from hightide.planner.predict.light import light_s, needed_flop
-from hightide.planner.predict.saving import SaveForecast
+from hightide.planner.predict.save_forecast import SaveForecast
 from hightide.planner.predict.wear import Wear, wear
 from hightide.planner.problem import Problem
 from hightide.planner.solution import Searched

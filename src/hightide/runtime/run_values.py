@@ -22,7 +22,7 @@ from hightide.runtime.plan_stores import PlanStores
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.saving.tiles import Wanted, saved_tensors, tiles_of
-from hightide.runtime.saving.written import Written
+from hightide.runtime.saving.written import WrittenSince
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
@@ -148,7 +148,7 @@ class RunValues:
             tensors = saved_tensors(self.chunks, order, has_states, wanted)
             owed = {chunk: flight.changes(chunk) for chunk in order}
             on_gpu = [place.is_updated_on_gpu and place.chunk.optimised_numel > 0 for place in self.chunks.placed]
-            written = Written(self.chunks)
+            written = WrittenSince(self.chunks)
             kept = CopyOnUpdate(tiles, owed, self.lanes, self.stores.host, flight.moment(), on_gpu.__getitem__, written)
             self.performer.saving = kept
             return Snapshot(tensors, tiles, kept, self.lanes)

@@ -63,7 +63,7 @@ class RankFailure(RuntimeError):
     """This rank cannot go on, because of another one. The message names both, and what was waited for."""
 
 
-class Store(Protocol):
+class SignStore(Protocol):
     """What is needed of a store of torch.distributed: a connection of its own, which nobody else uses."""
 
     def set(self, key: str, value: str, /) -> None: ...
@@ -100,7 +100,7 @@ class Watchman:
 
     def __init__(
         self,
-        store: Store,
+        store: SignStore,
         rank: int,
         world: int,
         lanes: Iterable[str],

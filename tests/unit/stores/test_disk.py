@@ -21,7 +21,7 @@ from hightide.ir.limits import DiskLimit
 from hightide.ir.tier import Tier
 from hightide.stores import disk_file
 from hightide.stores.disk import DiskStore
-from hightide.stores.disk_file import Buffer
+from hightide.stores.disk_file import PageBuffer
 from hightide.stores.disk_requests import BUFFER_BYTES, Traffic
 from hightide.stores.store import OutOfMemory, Store
 
@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., DiskStore]]:
 
 
 def aligned(num_bytes: int, shift: int = 0) -> torch.Tensor:
-    return torch.frombuffer(Buffer(num_bytes + SECTOR).memory, dtype=torch.uint8)[shift : shift + num_bytes]
+    return torch.frombuffer(PageBuffer(num_bytes + SECTOR).memory, dtype=torch.uint8)[shift : shift + num_bytes]
 
 
 def noise(num_bytes: int, shift: int = 0, seed: int = 0) -> torch.Tensor:

@@ -12,8 +12,8 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.chunk_place import RING_COUNTS
+from hightide.planner.disk_inputs import passing_calls
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower_step
 from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import bytes_forecast, step_peaks

@@ -13,7 +13,7 @@ from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, P
 from hightide.ir.tier import Tier
 from hightide.planner.chunk_place import Buffer
 from hightide.planner.chunk_places import ChunkPlaces, Home
-from hightide.planner.inputs_on_disk import passing_calls, place_bytes
+from hightide.planner.disk_inputs import passing_calls, place_bytes
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss_tiles import (
     early_gradient_bytes,
@@ -192,7 +192,7 @@ class Space:
         return candidate.far - candidate.swapped - candidate.near - candidate.keep
 
     def input_bytes(self, candidate: Candidate) -> tuple[int, int]:
-        """On the host and on disk, of block inputs that wait there: as in planner/inputs_on_disk.py."""
+        """On the host and on disk, of block inputs that wait there: as in planner/disk_inputs.py."""
         if not candidate.far or candidate.inputs is not Tier.HOST:
             return 0, 0
         far = self.far(candidate)

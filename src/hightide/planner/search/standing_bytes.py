@@ -33,7 +33,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Standing(Needs):
+class StandingNeeds(Needs):
     """Of chunks, slots and buffers."""
 
     parked_bytes: tuple[int, ...]  # by block: of gradients, from backward to the next forward at most; empty: of none
@@ -56,7 +56,7 @@ class StandingBytes:
         self._space = space
         self._layouts: dict[int, _LayoutShares] = {}
 
-    def of(self, candidate: Candidate) -> Standing:
+    def of(self, candidate: Candidate) -> StandingNeeds:
         return self._layout(candidate.slot_numel or self._space.slot_numel).base(candidate)
 
     def least_bytes(self) -> int:
@@ -78,7 +78,7 @@ class _LayoutShares:
         self._shared = [chunk for chunk in layout.chunks if len(chunk.users) > 1]
         self._shares: dict[Home, list[_Share]] = {}
 
-    def base(self, candidate: Candidate) -> Standing:
+    def base(self, candidate: Candidate) -> StandingNeeds:
         space, profile = self._space, self._space.profile
         homes = space.homes(candidate)
         by_home = {home: self._shares_in(home) for home in set(homes)}
@@ -101,7 +101,7 @@ class _LayoutShares:
         rings = candidate.read_buffers, max(1, candidate.grad_buffers), candidate.state_buffers
         host += sum(count * buffers[one] for count, one in zip(rings, RINGS, strict=True))
         parks = any(share.parked_bytes for share in counts)
-        return Standing(gpu, host, disk, tuple(share.parked_bytes for share in shares) if parks else ())
+        return StandingNeeds(gpu, host, disk, tuple(share.parked_bytes for share in shares) if parks else ())
 
     def least_bytes(self) -> int:
         memory = Tier.GPU, Tier.HOST

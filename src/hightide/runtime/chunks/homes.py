@@ -14,7 +14,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner import inputs_on_disk
+from hightide.planner import disk_inputs
 from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.placement import Placement
 from hightide.runtime.chunks.disk_homes import DiskHomes
@@ -48,7 +48,7 @@ class Homes:
         self._own_entries = {entry.param: entry for shard in self.shards for entry in shard.params}
         host = stores[Tier.HOST]
         assert isinstance(host, HostArena)
-        input_bytes = inputs_on_disk.buffer_bytes(profile, placement.plan)
+        input_bytes = disk_inputs.buffer_bytes(profile, placement.plan)
         has_rings = placement.uses_disk or input_bytes > 0 or any(place.passes_ring for place in self.placed)
         self.disk = DiskHomes(placement, host, input_bytes) if has_rings else None  # before all others on the host
         self._host = host

@@ -35,7 +35,7 @@ import torch
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
 from hightide.process.system import usable_cores
-from hightide.runtime.lanes.queues import LaneRecord, Queue, State, Task, Watcher, queue_for
+from hightide.runtime.lanes.queues import LaneRecord, Queue, SharedState, Task, Watcher, queue_for
 from hightide.runtime.lanes.update_threads import TileQueue, UpdateThreads
 from hightide.stores.threads import start_threads
 from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
@@ -155,7 +155,7 @@ class Lanes:
         begun = threading.Semaphore(0)
         num_sharing = default_update_threads() if update_threads is None else update_threads
         self.sharers = UpdateThreads(num_sharing, timeout_s)
-        self._state = State()
+        self._state = SharedState()
         self._queues = {lane: queue_for(lane, self._state, timeout_s) for lane in workers}
         watchers = {lane: Watcher(self._state) for lane in workers if lane.on_host}
         for lane, watcher in watchers.items():
@@ -340,7 +340,7 @@ class Lanes:
             return "queued: " + ", ".join(f"{lane} {len(queue)}" for lane, queue in self._queues.items())
 
 
-def _finish(queues: list[tuple[Lane, Queue]], state: State, timeout_s: float) -> None:
+def _finish(queues: list[tuple[Lane, Queue]], state: SharedState, timeout_s: float) -> None:
     """Until what was issued together with other ranks is done: they have issued it too, or will learn that this one has
     ended."""
     for lane, queue in queues:
@@ -352,7 +352,7 @@ def _finish(queues: list[tuple[Lane, Queue]], state: State, timeout_s: float) ->
 
 
 def _end(
-    state: State,
+    state: SharedState,
     desk: TileQueue,
     threads: list[threading.Thread],
     finish: Callable[[float], None],
@@ -419,7 +419,7 @@ def _watch(watcher: Watcher, begun: threading.Semaphore) -> None:
         del taken, ticket, then
 
 
-def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
+def _run(task: Task, state: SharedState, timeout_s: float, streams: Streams) -> None:
     started_s = time.perf_counter()
     try:
         on_host = task.lane.on_host

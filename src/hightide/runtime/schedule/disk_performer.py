@@ -10,7 +10,7 @@ from hightide.ir.action import Action, Place
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import DiskHomes, UpdateArrays
-from hightide.runtime.chunks.rings import Content
+from hightide.runtime.chunks.rings import BufferContent
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.stores.array import Array
 from hightide.stores.ticket import Fence
@@ -78,7 +78,7 @@ class DiskPerformer:
         self._rings.up.leave(content)
         return lambda: self._filled(content)
 
-    def _filled(self, content: Content) -> Array:
+    def _filled(self, content: BufferContent) -> Array:
         """Others may have been copied out of this buffer by this very lane, which has only enqueued that."""
         if not content.is_good:
             if (fence := self._fence()) is not None:

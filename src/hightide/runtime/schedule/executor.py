@@ -17,7 +17,7 @@ from hightide.ir.action import ActionKey, Mode, Op, Schedule
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
-from hightide.planner.predict.saving import update_order
+from hightide.planner.predict.save_forecast import update_order
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.lanes.lanes import Begun
 from hightide.runtime.schedule.demand import Demands

@@ -15,7 +15,7 @@ import models
 from hightide.ir.action import ActionKey, Op
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
-from hightide.planner.predict.saving import SavedChunk, held_up, saved_bytes
+from hightide.planner.predict.save_forecast import SavedChunk, held_up, saved_bytes
 from hightide.runtime import run_values as run_module
 from hightide.runtime.lanes import lanes
 from hightide.runtime.saving.snapshot import Snapshot
