@@ -66,6 +66,12 @@ def test_public_classes_differ() -> None:
     assert _twice(classes) == []
 
 
+def test_sources_say_what_they_are() -> None:
+    """A docstring that begins with "What" begins with no name for it."""
+    sources = sorted(SOURCES.rglob("*.py"))
+    assert [source for source in sources if source.read_text().startswith('"""What ')] == []
+
+
 def _twice(names: list[str]) -> list[str]:
     return sorted(name for name, number in Counter(names).items() if number > 1)
 

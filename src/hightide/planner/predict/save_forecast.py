@@ -1,4 +1,4 @@
-"""What a checkpoint costs a run, told beforehand.
+"""The cost of a checkpoint to a run, told beforehand.
 
 [Note: a save beside training] As in runtime/saving/copy_on_update.py: a reader takes chunk after chunk, in the order in
 which updates will come, as fast as the disk writes. It never waits for training, but for updates of the saved step, so

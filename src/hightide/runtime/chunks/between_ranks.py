@@ -1,5 +1,5 @@
-"""What this rank and the others give each other of chunks. Each call is made by all ranks, in the same order on each
-lane: `gather` on the lane of that name, what is about gradients on `reduce`, all others in the user's thread."""
+"""Shards and sums that this rank and the others give each other. Each call is made by all ranks, in the same order on
+each lane: `gather` on the lane of that name, what is about gradients on `reduce`, all others in the user's thread."""
 
 from __future__ import annotations
 

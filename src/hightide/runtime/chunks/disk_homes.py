@@ -1,4 +1,4 @@
-"""What of the chunks lives on disk, on its way to the buffers of the rings and back."""
+"""Chunks, or parts of them, that live on disk: on their way to the buffers of the rings and back."""
 
 from __future__ import annotations
 

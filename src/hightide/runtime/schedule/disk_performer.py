@@ -1,6 +1,6 @@
-"""What READ and WRITE do, and what the actions before and after them do otherwise for what lives on disk. As in
-performer.py, buffers are looked up in the user's thread when an action is issued, and the work runs on its lane. See
-[Note: what is in a buffer] in chunks/rings.py."""
+"""READ and WRITE, and what the actions before and after them do otherwise for what lives on disk. As in performer.py,
+buffers are looked up in the user's thread when an action is issued, and the work runs on its lane. See [Note: what is
+in a buffer] in chunks/rings.py."""
 
 from __future__ import annotations
 

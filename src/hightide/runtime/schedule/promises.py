@@ -1,4 +1,4 @@
-"""What the user has promised of the loop, which pass of a step follows from it, and what is said where it is broken."""
+"""The user's promises about the loop, which pass of a step follows from them, and what is said where one is broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runtime asks of an optimizer."""
+"""The interface by which the runtime asks an optimizer for updates."""
 
 from __future__ import annotations
 

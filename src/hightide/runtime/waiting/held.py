@@ -1,4 +1,4 @@
-"""What one call of a block has computed and holds for its backward, tensor by tensor.
+"""Tensors that one call of a block has computed and holds for its backward.
 
 [Note: kept graphs and slots] A graph that is kept saves views of the slot that its weights were in, and the slot holds
 another block's weights by the time backward comes: wrong numbers, with no version error. So a saved tensor that lies
