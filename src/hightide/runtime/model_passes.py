@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -26,6 +26,7 @@ from hightide.runtime.guards.transforms import refuse_transforms
 from hightide.runtime.observer import Start, is_short, watched_pass
 from hightide.runtime.schedule.executor import Tick
 from hightide.runtime.step_work import Computed
+from hightide.runtime.surroundings import AroundCall
 from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 FORWARD_BEGINS = "the beginning of a forward"  # where ranks tell whether one has a larger batch than all before
 NUM_EVALUATIONS = 4  # of one batch, at most: what it needs is known as far as it got
-
-AroundCall = Callable[[tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[None]]
 
 
 class ModelPasses:

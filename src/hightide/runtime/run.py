@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.limits import DiskLimit
-from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
@@ -39,9 +38,8 @@ from hightide.runtime.guards.anchor import Anchor
 from hightide.runtime.guards.first_look import FirstLooks
 from hightide.runtime.guards.inner_hooks import InnerHooks
 from hightide.runtime.guards.unchanged import Unchanged
-from hightide.runtime.known_batches import Admission, KnownBatches
 from hightide.runtime.lanes.lanes import Lanes
-from hightide.runtime.model_passes import AroundCall, ModelPasses
+from hightide.runtime.model_passes import ModelPasses
 from hightide.runtime.observer import Observer
 from hightide.runtime.plan_stores import PlanStores, forecast_on
 from hightide.runtime.run_values import RunValues
@@ -50,6 +48,7 @@ from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.standing import is_watched_by
 from hightide.runtime.step_work import StepWork
+from hightide.runtime.surroundings import Surroundings
 from hightide.runtime.tables.host_embedding import HostEmbedding
 from hightide.runtime.waiting.activations import Stashes
 from hightide.runtime.waiting.inputs_on_disk import InputsOnDisk
@@ -66,11 +65,9 @@ class Run(RunValues):
         model: nn.Module,
         solution: Solution,
         probed: ProbeResult,
-        check_call: Callable[[Mapping[str, Any]], None],
+        around: Surroundings,
         device: torch.device = rng.CPU,
         compile: bool = False,
-        first_values: FirstValues | None = None,
-        around_call: AroundCall | None = None,
         learns: bool = True,
         disks: Sequence[DiskLimit] = (),
         collectives: Collectives | None = None,
@@ -95,24 +92,25 @@ class Run(RunValues):
 
         self._before = Before(model, self.parameters, device)
         try:
-            self._set_up(solution, device, first_values or FirstValues())
+            self._set_up(solution, device, around.first_values)
         except BaseException:
             self.retreat()
             raise
-        self.passes = ModelPasses(self, check_call, around_call or (lambda args, kwargs: nullcontext()))
+        self.chunks.binding.ignored_versions.update(around.unwritten)
+        self.passes = ModelPasses(self, around.check_call, around.around_call or (lambda args, kwargs: nullcontext()))
         self.splits = Splits(self)
         self.observer: Observer | None = None
-        self.batches: KnownBatches | None = None  # see [Note: larger batches]; None: any batch is let in
-        self.admission: Admission | None = None
+        self.batches = around.batches
+        self.admission = None if around.admission is None else around.admission(self)
         self.anchor = Anchor(device)
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.work = StepWork()
-        self.products: MatmulRates | None = None  # how fast the GPU multiplies; None: nobody has measured it
+        self.products = around.products
         self.num_passes = 0
         self.num_steps = 0
         self.step_s = 0.0
         self._stepped_at_s: float | None = None
-        self.save_pretrained: Callable[..., object] | None = None  # of several ranks: takes a module and a folder
+        self.save_pretrained = around.save_pretrained
         self.tells_all = False  # state dicts of several ranks are whole on each of them
         self.save_under_way: Callable[[], object] = lambda: None  # of several ranks: waits for its end
         self.when_settled: Callable[[], object] = lambda: None  # called when memory of another plan is in place

@@ -120,7 +120,7 @@ class SavesInPlace:
         together = self.hightide_run.save_pretrained
         if together is not None and kwargs.get("state_dict") is None:
             with deferred:
-                return together(self, *args, **kwargs)
+                return together(self.hightide_run, self, *args, **kwargs)
         with self.hightide_run.borrowed(), self.hightide_run.caches.as_the_user_has_them():
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
