@@ -89,7 +89,7 @@ def wrap_model(
                 warn_of_moving_in((_moving_in(solution, asked) if plan or again else solution).plan)
             run = _make_run(solution, profiled, asked, collectives)
             optimizer = wrap_optimizer(asked.optimizer, run)
-            run.settle()
+            run.fix_memory()
             wrap_modules(run)
             if isinstance(solution, Searched) and again is None:  # one of before has been watched then
                 run.observer = Watch(run, solution) if collectives is None else RankedWatch(run, solution, collectives)

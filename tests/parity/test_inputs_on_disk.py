@@ -222,7 +222,7 @@ def test_any_loop(loop: Any, num_buffers: int, others: tuple[tuple[str, str], ..
         model.order = list(range(9))
         gc.collect()
         train(model, optimizer, 1)  # of what was left before nothing is left
-        run.executor.settle()
+        run.executor.come_to_rest()
         assert "block inputs" not in run.host.breakdown()
         hightide.unwrap(model)
     for found in results[1:]:

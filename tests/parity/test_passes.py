@@ -206,7 +206,7 @@ def test_sums_are_rounded_once(where: str, dtype: torch.dtype, monkeypatch: pyte
         models.loss_of(pair[0], batch).backward()
         models.loss_of(alone[0], batch).backward()
     for one in (run, apart):
-        one.executor.settle()
+        one.executor.come_to_rest()
     for key, _ in pair[0].named_parameters():
         finished, whole = (one.gradients.place_of(key).peek() for one in (run, apart))
         assert torch.equal(finished.float(), whole.to(dtype).float()), key

@@ -467,7 +467,7 @@ def test_what_rests_is_representable_and_frozen_parameters_have_none(where):
     for spec in run.chunks.specs:
         if spec.trainable_numel:
             if spec.index in run.flight.exits:
-                run.flight.exits[spec.index].settle()
+                run.flight.exits[spec.index].wait_through()
             value = run.chunks.grad(spec.index).view
             assert torch.equal(value.float(), value.to(BF16).float()) and value.any()
     optimizer.step()

@@ -51,8 +51,8 @@ def prepare_saves(model: nn.Module, folder: str | os.PathLike[str] | None = None
     told = run.save_forecast
     knows_less = told is not None and told.num_bytes >= LEAST_BYTES and told.speed_source in ("assumed", "estimated")
     speed = _speed(Path(folder)) if folder is not None and knows_less else None
-    run.when_settled = partial(_prepare, weakref.ref(run), speed)  # another plan has other memory
-    run.when_settled()
+    run.when_memory_is_fixed = partial(_prepare, weakref.ref(run), speed)  # another plan has other memory
+    run.when_memory_is_fixed()
     return run.save_forecast
 
 

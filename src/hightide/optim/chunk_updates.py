@@ -63,12 +63,12 @@ class ChunkUpdates:
         chunks: Chunks,
         gradients: Gradients,
         sharers: UpdateThreads,
-        settle: Callable[[str], object],
+        await_states: Callable[[str], object],
     ) -> None:
-        """`settle`: see LentCopies."""
+        """`await_states`: see LentCopies."""
         self._rule, self._groups = rule, groups
         self._chunks, self._gradients = chunks, gradients
-        self.moments = Moments(rule, chunks, settle)
+        self.moments = Moments(rule, chunks, await_states)
         self.masters_differ = False  # from the parameters' values: there was an update, or masters were loaded
         self._on_host = HostUpdate(rule, sharers)
         # By chunk, with the gradient and the states that they were made for.

@@ -301,7 +301,7 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> WrappedOptimize
     wrapped._home, wrapped._rule, wrapped._original = run, rule, original
     wrapped._groups = Groups(original, rule, run)
     wrapped._updates = ChunkUpdates(
-        rule, wrapped._groups, run.chunks, run.gradients, run.lanes.sharers, run.settle_states
+        rule, wrapped._groups, run.chunks, run.gradients, run.lanes.sharers, run.await_states
     )
     wrapped._states = States(run, rule, wrapped._updates, GroupedParams(original))
     run.performer.updates = wrapped._updates

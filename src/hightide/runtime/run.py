@@ -113,7 +113,7 @@ class Run(RunValues):
         self.save_pretrained = around.save_pretrained
         self.tells_all = False  # state dicts of several ranks are whole on each of them
         self.save_under_way: Callable[[], object] = lambda: None  # of several ranks: waits for its end
-        self.when_settled: Callable[[], object] = lambda: None  # called when memory of another plan is in place
+        self.when_memory_is_fixed: Callable[[], object] = lambda: None  # called when memory of another plan is in place
 
     def _set_up(self, solution: Solution, device: torch.device, first_values: FirstValues) -> None:
         self.plan = plan = solution.plan
@@ -247,26 +247,26 @@ class Run(RunValues):
             )
         self._finish_saving()
         with held:  # between its two places, a value is nowhere
-            self.executor.settle()
+            self.executor.come_to_rest()
             try:
                 go_over(self, solution)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
                 raise
-            self.settle()  # by now nothing of the old plan's memory is left: that of the new one may become real
+            self.fix_memory()  # by now nothing of the old plan's memory is left: that of the new one may become real
 
     def make_runner(self, block: int, original: Callable[..., Any]) -> BlockRunner:
         """`original`: the forward of its module's own class."""
         on_host = self.plan.blocks[block].compute is Tier.HOST
         return (HostEmbedding if on_host else BlockRunner)(self, block, original)
 
-    def settle(self) -> None:
+    def fix_memory(self) -> None:
         """Once all values are in their places, the optimizer's too: fixes memory there. Earlier, what is still to move
         in would exist twice."""
         tell("pinning host memory")
         self.host.pin()
         self.gpu.enforce_limit()
-        self.when_settled()
+        self.when_memory_is_fixed()
 
     # -- what blocks call -----------------------------------------------------------------------------------------
 

@@ -123,9 +123,9 @@ class RunValues:
             self.loaded_masters.clear()
             self._lost = ""
 
-    def settle_states(self, key: str, changes: bool = True) -> None:
+    def await_states(self, key: str, changes: bool = True) -> None:
         """Until nothing is under way with a parameter's states; `changes`: whoever asks writes to them."""
-        self.executor.settle_home(self.chunks.places[key][0])
+        self.executor.await_home(self.chunks.places[key][0])
         if changes:
             self.secure(key)
 
@@ -158,7 +158,7 @@ class RunValues:
         or it is waited for."""
         saving = self.performer.saving
         if saving is not None:
-            saving.settle(None if key is None else self.chunks.places[key][0])
+            saving.secure_now(None if key is None else self.chunks.places[key][0])
 
     def _finish_saving(self) -> None:
         """Before values leave their places."""

@@ -115,7 +115,7 @@ class Gradients(GradientValues):
         """`p.grad = p.grad * 0.5` has put a plain tensor there: its values go to the gradient's home."""
         self._refuse_in_backward("replaced", "change them")
         chunk = self._chunks.places[key][0]
-        self._settle(chunk)
+        self._await_home(chunk)
         with held:
             rounding = self._rounds_now(chunk)
             self._put(key, gradient if rounding is None else gradient.to(rounding))
@@ -318,7 +318,7 @@ class Gradients(GradientValues):
     def _round_late(self, chunk: int) -> None:
         """A step that came before the pass that was to be its last, or in which that pass left the block out."""
         self._unrounded.discard(chunk)
-        self._settle(chunk)
+        self._await_home(chunk)
         dtype = self._chunks.rounding_dtype(chunk)
         assert dtype is not None
         with held, self._chunks.grad(chunk).opened() as gradient:

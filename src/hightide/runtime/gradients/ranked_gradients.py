@@ -212,7 +212,7 @@ class RankedGradients(Gradients):
     def add(self, key: str, value: Tensor) -> None:
         self._refuse_in_backward("changed", "change them")
         self._check_averaged(key, "")
-        self._settle(chunk := self._chunks.places[key][0])
+        self._await_home(chunk := self._chunks.places[key][0])
         self._rewritten.add(key)
         self._is_written(chunk)
         place = self.place_of(key) if not self._chunks.is_cut(chunk) else self._own_place(key)
@@ -262,7 +262,7 @@ class RankedGradients(Gradients):
     def _come_home(self, chunk: int) -> None:
         self.wait_for(chunk)
         if (ticket := self._tickets.exits.get(chunk)) is not None:
-            ticket.settle()
+            ticket.wait_through()
 
     # -- norms ----------------------------------------------------------------------------------------------------
 

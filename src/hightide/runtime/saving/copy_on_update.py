@@ -93,7 +93,7 @@ class CopyOnUpdate:
             one = self._kept[number]
             owed = self._owed.get(one.tile.chunk, ())
         for ticket in owed:
-            ticket.settle()
+            ticket.wait_through()
         with self._changed:
             self._check()
             if one.stage is CopyStage.HOME and (one.tier is Tier.HOST or not one.tile.numel):
@@ -110,7 +110,7 @@ class CopyOnUpdate:
         if is_handed:
             return one.tile.source.view if one.tile.numel else torch.empty(0, dtype=one.tile.array.dtype)
         assert copied is not None and buffer is not None
-        copied.settle()
+        copied.wait_through()
         if one.tier is Tier.GPU:
             self._is_through(one)
             with self._changed:
@@ -170,16 +170,16 @@ class CopyOnUpdate:
         for one in kept:
             self._await_copy(one)
 
-    def settle(self, chunk: int | None = None) -> None:
+    def secure_now(self, chunk: int | None = None) -> None:
         """As `secure`, of one chunk or all, for who is no update: the step whose values are read may still be making
         them. And copies are through when this returns."""
         for number in list(self._by_chunk) if chunk is None else [chunk]:
             for owed in self._owed.get(number, ()):
-                owed.settle()
+                owed.wait_through()
             self.secure(number)
             for one in self._by_chunk.get(number, ()):
                 if one.tier is Tier.GPU and (ticket := one.ticket) is not None:
-                    ticket.settle()
+                    ticket.wait_through()
                     self._is_through(one)
 
     def wait(self) -> None:
@@ -386,7 +386,7 @@ class CopyOnUpdate:
             if one.buffer is None or one.ticket is None:
                 continue
             with suppress(Exception):
-                one.ticket.settle()
+                one.ticket.wait_through()
             if one.ticket.done:  # else somebody may still write there
                 self._buffers.release(one.buffer)
         self._buffers.close()

@@ -93,7 +93,7 @@ class Executor:
         elif mode.trains:
             self._suspended = None
         program = self.promises.program() if mode.trains else self.programs[mode]
-        self._settle_slots(() if self.promises.owes_step else program.schedule.standing)  # updates have made them stale
+        self._empty_slots(() if self.promises.owes_step else program.schedule.standing)  # updates have made them stale
         self._lanes.begin_pass()
         self._pass = Pass(program, self._next_due)
         self._count("forward" if mode.trains else "evaluation", is_evaluating=not mode.trains)
@@ -129,7 +129,7 @@ class Executor:
             return False
         return current.program.find_forward(block, current.cursor) is not None
 
-    def _settle_slots(self, standing: Sequence[tuple[int, int]] = ()) -> None:
+    def _empty_slots(self, standing: Sequence[tuple[int, int]] = ()) -> None:
         """`standing`: parameters that stay where they are."""
         slots, copies = self._chunks.param_slots, self._chunks.param_copies
         for chunk in slots.everyone():
@@ -423,7 +423,7 @@ class Executor:
         if self._chunks.placed[chunk].is_gathered_after_update and chunk in self._flight.fetches:
             self._flight.wait(self._flight.fetches[chunk], Lane.GATHER)
 
-    def settle_home(self, chunk: int) -> None:
+    def await_home(self, chunk: int) -> None:
         """The same, and nothing reads them there. Whoever asks may change them: what was read ahead is read again."""
         self.wait_for_update(chunk)
         if self._rings is not None:
@@ -435,16 +435,16 @@ class Executor:
         """The same, and no copy of them is on the GPU, or on its way there: there will be new values at home."""
         if chunk in self._flight.fetches:
             self._flight.wait(self._flight.fetches[chunk], Lane.H2D)  # other ranks may take long
-            self._flight.fetches[chunk].settle()
-        self.settle_home(chunk)
+            self._flight.fetches[chunk].wait_through()
+        self.await_home(chunk)
         if self._chunks.placed[chunk].is_streamed and self._chunks.param_copies[chunk].state is Residency.CLEAN:
             self._performer.evict(chunk)
 
-    def settle(self) -> None:
+    def come_to_rest(self) -> None:
         """Until nothing is under way, and every gradient is at home. A pass that has begun is given up."""
         self.abandon()
         self.wait_for_updates()
-        self._settle_slots()
+        self._empty_slots()
         if self.promises.owes_step:
             self._use_up_gradients()
         for ticket in self._flight.exits.values():
