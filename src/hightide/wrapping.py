@@ -33,7 +33,7 @@ from hightide.posing import (
     solved,
     verified,
 )
-from hightide.process.interrupts import deferred, held
+from hightide.process.interrupts import deferred, uninterrupted
 from hightide.process.progress import shown, tell
 from hightide.process.system import resident_bytes
 from hightide.profiler.fake.values import made_up
@@ -97,7 +97,7 @@ def wrap_model(
                 warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
             return model, optimizer  # in here: what interrupts the end of the section is still undone
     except BaseException:
-        with held:
+        with uninterrupted:
             _undo(model, run, optimizer)
         raise
 

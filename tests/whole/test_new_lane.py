@@ -131,7 +131,7 @@ def test_what_its_thread_records_becomes_a_timeline(
     network: Lane, planned: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(runtime_lanes.WORKERS, network, "hightide-network")
-    lanes = runtime_lanes.Lanes(update_threads=1)
+    lanes = runtime_lanes.Lanes(num_update_threads=1)
     steps = []
     for _ in range(2):
         lanes.begin_pass()

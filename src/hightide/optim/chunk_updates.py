@@ -62,7 +62,7 @@ class ChunkUpdates:
         groups: Groups,
         chunks: Chunks,
         gradients: Gradients,
-        sharers: UpdateThreads,
+        update_threads: UpdateThreads,
         await_states: Callable[[str], object],
     ) -> None:
         """`await_states`: see LentCopies."""
@@ -70,7 +70,7 @@ class ChunkUpdates:
         self._chunks, self._gradients = chunks, gradients
         self.moments = Moments(rule, chunks, await_states)
         self.masters_differ = False  # from the parameters' values: there was an update, or masters were loaded
-        self._on_host = HostUpdate(rule, sharers)
+        self._on_host = HostUpdate(rule, update_threads)
         # By chunk, with the gradient and the states that they were made for.
         self._wholes: dict[int, tuple[Tensor, Mapping[StateSpec, Array], Operands]] = {}
         # Of the updates issued since the last step(). Groups are looked at once, so that all updates see the same.

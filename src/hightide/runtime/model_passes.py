@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hightide.ir.action import Mode, Op
 from hightide.ir.plan import Update
-from hightide.process.interrupts import Hold, deferred, held, safe_point
+from hightide.process.interrupts import Hold, deferred, safe_point, uninterrupted
 from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
 from hightide.profiler.model.samples import num_samples as samples_in
@@ -230,7 +230,7 @@ class ModelPasses:
                 self._backward.begin()
 
     def _end_backward(self) -> None:
-        with held:
+        with uninterrupted:
             self._end_queued = False
             if self._run.executor.finish_backward():
                 self._run.keep_alike()

@@ -16,7 +16,7 @@ from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.planner.solution import Searched, Solution
 from hightide.process.forks import Birthplace
-from hightide.process.interrupts import deferred, held
+from hightide.process.interrupts import deferred, uninterrupted
 from hightide.process.progress import tell
 from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.profiler.switches.caches import Caches
@@ -142,7 +142,7 @@ class Run(RunValues):
     def retreat(self) -> None:
         """The model is as before, values included. For a run that has not begun, however much of it there is."""
         there = vars(self)
-        with held:
+        with uninterrupted:
             if "lanes" in there:
                 self.lanes.close()
             if "stores" in there:
@@ -221,8 +221,8 @@ class Run(RunValues):
         if self.chunks.disk is not None and self.plan.num_input_buffers:
             disk = InputsOnDisk.of(self.profile, self.plan, self.chunks.disk.rings.inputs, self.disk)
         self.stashes = Stashes(self.gpu, self.host, disk)
-        streams, sharers = self.lanes.streams, self.lanes.sharers
-        self.performer = Performer(self.chunks, self.gradients, self.stashes, streams.fence, sharers.run)
+        streams, threads = self.lanes.streams, self.lanes.update_threads
+        self.performer = Performer(self.chunks, self.gradients, self.stashes, streams.fence, threads.run)
         names = [block.name or "(loose)" for block in self.profile.blocks]
         update, accumulate = self.plan.update, self.plan.accumulate
         self.executor = Executor(
@@ -246,7 +246,7 @@ class Run(RunValues):
                 "another plan while there are gradients, which are in shards on several ranks; call zero_grad() before"
             )
         self._finish_saving()
-        with held:  # between its two places, a value is nowhere
+        with uninterrupted:  # between its two places, a value is nowhere
             self.executor.come_to_rest()
             try:
                 go_over(self, solution)
@@ -305,7 +305,7 @@ class Run(RunValues):
             values = self._before.copies(self.chunks)
             is_alone = self.between is None
             readable = self.plan.update is Update.DEFERRED and self.lanes.failure is None and is_alone
-            with held:
+            with uninterrupted:
                 is_plain()
                 self._before.give_back(self.chunks, values, self.gradients.read if readable else lambda key: None)
                 self.discard()

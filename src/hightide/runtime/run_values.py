@@ -13,7 +13,7 @@ from hightide.ir.limits import DiskLimit
 from hightide.ir.refusal import Refused
 from hightide.ir.save_sizes import NUM_STAGED, SMALL_TILE_BYTES, TILE_BYTES
 from hightide.process.forks import Birthplace
-from hightide.process.interrupts import deferred, held, safe_point
+from hightide.process.interrupts import deferred, safe_point, uninterrupted
 from hightide.runtime.chunks.between_ranks import BetweenRanks
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import mapped
@@ -118,7 +118,7 @@ class RunValues:
             self.executor.open_home(chunk)
         self._lost = HALF_LOADED
         yield self.chunks
-        with held:
+        with uninterrupted:
             self.chunks.show_new_values()
             self.loaded_masters.clear()
             self._lost = ""
@@ -138,7 +138,7 @@ class RunValues:
         self.lanes.check()
         if self.performer.saving is not None:
             raise Refused("a checkpoint of this model is still being read; wait for it, or close it, before the next")
-        with held:
+        with uninterrupted:
             updates, flight = self.performer.updates, self.flight
             has_states = (lambda key: False) if updates is None else updates.begin_saving()
             tile_bytes = TILE_BYTES if self.stores.host.spare_bytes >= NUM_STAGED * TILE_BYTES else SMALL_TILE_BYTES

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.refusal import Refused, RefusedArgument
-from hightide.process.interrupts import deferred, held
+from hightide.process.interrupts import deferred, uninterrupted
 from hightide.profiler.probe.compare_runs import MUTATES_INPUT
 from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.runtime.blocks.block_runner import BlockRunner
@@ -33,11 +33,11 @@ from hightide.runtime.run import Run
 class Wrapped:
     """Mixed into the class of every module that hightide has swapped."""
 
-    hightide_home: Callable[[], Run | None]
+    hightide_found: Callable[[], Run | None]
 
     @property
     def hightide_run(self) -> Run:
-        run = self.hightide_home()
+        run = self.hightide_found()
         if run is None:
             raise Refused("the wrapped model that this block was a part of is gone, and its parameters with it")
         run.birthplace.check()
@@ -72,7 +72,7 @@ class Wrapped:
         mine = {
             keys[id(param)]: param for param in self._parameters.values() if param is not None and id(param) in keys
         }
-        with held:
+        with uninterrupted:
             for key, param in mine.items():
                 self.hightide_run.secure(key)
                 self.hightide_run.chunks.binding.show(key)
@@ -288,12 +288,12 @@ def _swap_shared(module: nn.Module, mixin: type, run: Run, classes: dict[tuple[t
         return
     key = (type(module), mixin)
     if key not in classes:
-        classes[key] = _subclass(type(module), mixin, {"hightide_home": weakref.ref(run)})
+        classes[key] = _subclass(type(module), mixin, {"hightide_found": weakref.ref(run)})
     module.__class__ = classes[key]
 
 
 def _swap(module: nn.Module, mixin: type, run: Run, attributes: dict[str, Any]) -> None:
-    home = {"hightide_home": staticmethod(lambda: run)}
+    home = {"hightide_found": staticmethod(lambda: run)}
     module.__class__ = _subclass(type(module), mixin, home | attributes)
 
 

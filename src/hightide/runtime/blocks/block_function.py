@@ -234,10 +234,10 @@ class BlockCall:
 
     def _from_its_graph(self) -> Callable[[], BlockCall]:
         """What an inner graph calls to get to this object, which owns it and must not be owned by it."""
-        home, name = weakref.ref(self), self.runner.spec.name
+        owner, name = weakref.ref(self), self.runner.spec.name
 
         def call() -> BlockCall:
-            found = home()
+            found = owner()
             if found is None or not found._is_running:
                 raise Refused(TAKEN_OUT.format(name=name))
             return found

@@ -11,7 +11,7 @@ from torch import Tensor
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.process.forks import Birthplace
-from hightide.process.interrupts import held
+from hightide.process.interrupts import uninterrupted
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.homes import GRAD_DTYPE
 from hightide.runtime.chunks.residency import Residency
@@ -135,7 +135,7 @@ class GradientValues:
         self._refuse_in_backward("changed", "change them")
         self._await_home(chunk := self._chunks.places[key][0])
         self._is_written(chunk)
-        with held, (place := self.place_of(key)).opened() as gradient:
+        with uninterrupted, (place := self.place_of(key)).opened() as gradient:
             self._add_to(gradient, self._factor.pop(key, 1.0), value, self._rounds_now(chunk))
         self._norms[key] = torch.linalg.vector_norm(self._at_rest(chunk, place)).to(self._chunks.gpu.device)
 

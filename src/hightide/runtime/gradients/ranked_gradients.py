@@ -21,7 +21,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
-from hightide.process.interrupts import held
+from hightide.process.interrupts import uninterrupted
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.chunks.between_ranks import BetweenRanks
 from hightide.runtime.chunks.chunks import Chunks
@@ -219,7 +219,7 @@ class RankedGradients(Gradients):
         factor = self._factor.pop(key, 1.0)
         if place is not None:
             whole = value.broadcast_to(self._chunks.shapes[key])
-            with held, place.opened() as gradient:
+            with uninterrupted, place.opened() as gradient:
                 self._add_to(gradient, factor, self._chunks.own_elements(key, whole), self._rounds_now(chunk))
 
     def _put(self, key: str, gradient: Tensor) -> None:

@@ -58,7 +58,7 @@ BETWEEN_RANKS: dict[Lane, str] = {  # only where there are several
 WATCHER = (
     "hightide-fences"  # one for each lane that works on the host: waits for copies, so that it takes finished ones
 )
-SHARER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
+UPDATER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
 CORES_FOR_OTHERS = (
     2  # Python's and autograd's threads with what they start, and the two copying lanes, which mostly wait
 )
@@ -146,15 +146,15 @@ class Lanes:
         self,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         device: torch.device | None = None,
-        update_threads: int | None = None,
+        num_update_threads: int | None = None,
         several_ranks: bool = False,
     ) -> None:
         self.timeout_s = timeout_s
         self.streams = Streams(device, several_ranks)
         workers = WORKERS | BETWEEN_RANKS if several_ranks else WORKERS
         begun = threading.Semaphore(0)
-        num_sharing = default_update_threads() if update_threads is None else update_threads
-        self.sharers = UpdateThreads(num_sharing, timeout_s)
+        num_sharing = default_update_threads() if num_update_threads is None else num_update_threads
+        self.update_threads = UpdateThreads(num_sharing, timeout_s)
         self._state = SharedState()
         self._queues = {lane: queue_for(lane, self._state, timeout_s) for lane in workers}
         watchers = {lane: Watcher(self._state) for lane in workers if lane.on_host}
@@ -173,14 +173,14 @@ class Lanes:
         ]
         self._threads += [
             threading.Thread(
-                target=_share, args=(self.sharers.desk, number, begun), name=f"{SHARER}-{number}", daemon=True
+                target=_share, args=(self.update_threads.queue, number, begun), name=f"{UPDATER}-{number}", daemon=True
             )
             for number in range(1, num_sharing)
         ]
         # At exit too, and joined: a thread that Python ends in the middle of a torch operation aborts the process.
         together = [(lane, queue) for lane, queue in self._queues.items() if lane in BETWEEN_RANKS]
         self._finish = partial(_finish, together, self._state)
-        ends = (self._state, self.sharers.desk, self._threads, self._finish)
+        ends = (self._state, self.update_threads.queue, self._threads, self._finish)
         self._finalizer = weakref.finalize(self, _end, *ends, JOIN_TIMEOUT_S)
         start_threads(self._threads, begun)  # see [Note: threads of torch]
 
@@ -315,7 +315,7 @@ class Lanes:
     def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Ends the threads. What runs is finished, and what other ranks wait for; what else is queued fails. Wait for
         what matters before closing."""
-        _end(self._state, self.sharers.desk, self._threads, self._finish, timeout_s)
+        _end(self._state, self.update_threads.queue, self._threads, self._finish, timeout_s)
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         if stuck:
             warnings.warn(f"{', '.join(stuck)} still busy {timeout_s:g} s after close()", RuntimeWarning, stacklevel=2)
@@ -353,7 +353,7 @@ def _finish(queues: list[tuple[Lane, Queue]], state: SharedState, timeout_s: flo
 
 def _end(
     state: SharedState,
-    desk: TileQueue,
+    tiles: TileQueue,
     threads: list[threading.Thread],
     finish: Callable[[float], None],
     timeout_s: float,
@@ -363,7 +363,7 @@ def _end(
         return
     finish(timeout_s)
     state.stop()
-    desk.close()
+    tiles.close()
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         if thread is not threading.current_thread():
@@ -375,17 +375,17 @@ def _join(ticket: Ticket) -> None:
         ticket.fence.join()
 
 
-def _share(desk: TileQueue, number: int, begun: threading.Semaphore) -> None:
+def _share(tiles: TileQueue, number: int, begun: threading.Semaphore) -> None:
     """The life of a thread that shares updates."""
     torch.set_num_threads(1)
     begun.release()
     with torch.no_grad():
-        while (job := desk.join()) is not None:
+        while (job := tiles.join()) is not None:
             try:
                 job.work(number)
             except BaseException as error:  # it belongs to whoever brought the work
                 job.fail(error)
-            desk.leave(job)
+            tiles.leave(job)
             del job  # an idle thread must not keep an update's tensors alive
 
 
