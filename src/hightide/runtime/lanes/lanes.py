@@ -1,4 +1,5 @@
-"""Lanes: serial queues of work that overlap each other. The only file of the runtime that creates threads.
+"""Lanes: serial queues of work that overlap each other. The only file of the runtime that creates threads and streams;
+what each thread does is in thread_lives.py.
 
 [Note: failure in a lane] The first exception of any lane is kept as `failure`. From then on every submission and
 every wait of the user's thread raises that very object, and the lanes give it to every task that is still queued
@@ -36,6 +37,7 @@ from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
 from hightide.process.system import usable_cores
 from hightide.runtime.lanes.queues import LaneRecord, Queue, SharedState, Task, Watcher, queue_for
+from hightide.runtime.lanes.thread_lives import share, watch, work
 from hightide.runtime.lanes.update_threads import TileQueue, UpdateThreads
 from hightide.stores.threads import start_threads
 from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
@@ -163,17 +165,17 @@ class Lanes:
         # Threads hold the queues and never this object, so that forgotten lanes are collected and their threads end.
         self._threads = [
             threading.Thread(
-                target=_work, args=(self._queues[lane], lane, timeout_s, self.streams, begun), name=name, daemon=True
+                target=work, args=(self._queues[lane], lane, timeout_s, self.streams, begun), name=name, daemon=True
             )
             for lane, name in workers.items()
         ]
         self._threads += [
-            threading.Thread(target=_watch, args=(watcher, begun), name=f"{WATCHER}-{lane}", daemon=True)
+            threading.Thread(target=watch, args=(watcher, begun), name=f"{WATCHER}-{lane}", daemon=True)
             for lane, watcher in watchers.items()
         ]
         self._threads += [
             threading.Thread(
-                target=_share, args=(self.update_threads.queue, number, begun), name=f"{UPDATER}-{number}", daemon=True
+                target=share, args=(self.update_threads.queue, number, begun), name=f"{UPDATER}-{number}", daemon=True
             )
             for number in range(1, num_sharing)
         ]
@@ -373,74 +375,3 @@ def _end(
 def _join(ticket: Ticket) -> None:
     if ticket.fence is not None:
         ticket.fence.join()
-
-
-def _share(tiles: TileQueue, number: int, begun: threading.Semaphore) -> None:
-    """The life of a thread that shares updates."""
-    torch.set_num_threads(1)
-    begun.release()
-    with torch.no_grad():
-        while (job := tiles.join()) is not None:
-            try:
-                job.work(number)
-            except BaseException as error:  # it belongs to whoever brought the work
-                job.fail(error)
-            tiles.leave(job)
-            del job  # an idle thread must not keep an update's tensors alive
-
-
-def _work(queue: Queue, lane: Lane, timeout_s: float, streams: Streams, begun: threading.Semaphore) -> None:
-    """The life of a lane's thread."""
-    if lane.on_host:
-        torch.set_num_threads(1)
-    begun.release()
-    with torch.no_grad(), streams.of(lane):  # copies and updates are no part of anyone's graph
-        while (taken := queue.take()) is not None:
-            task, error = taken
-            if error is None:
-                _run(task, queue.state, timeout_s, streams)
-            else:
-                task.ticket.set_error(error)
-            del taken, task, error  # an idle thread must not keep a task's tensors alive
-
-
-def _watch(watcher: Watcher, begun: threading.Semaphore) -> None:
-    """The life of the watching thread."""
-    begun.release()
-    while (taken := watcher.take()) is not None:
-        ticket, then = taken
-        try:
-            assert ticket.fence is not None
-            ticket.fence.synchronize()
-        except BaseException as error:  # whatever it is, it belongs to the user's thread
-            watcher.state.fail(error)
-        else:
-            then()
-        del taken, ticket, then
-
-
-def _run(task: Task, state: SharedState, timeout_s: float, streams: Streams) -> None:
-    started_s = time.perf_counter()
-    try:
-        on_host = task.lane.on_host
-        for ticket in task.after:
-            if ticket.fence is not None:
-                ticket.fence.synchronize() if on_host else ticket.fence.join()
-        began = streams.mark(task.lane)
-        result = task.run()
-        if isinstance(result, Ticket):
-            result = result.wait(timeout_s)
-        ended = None if began is None else streams.mark(task.lane)
-        task.ticket.fence = None if on_host else streams.fence()
-    except BaseException as error:  # whatever it is, it belongs to the user's thread
-        state.fail(error)
-        task.ticket.set_error(error)
-        return
-    ended_s = time.perf_counter()
-    # The record comes before the ticket: who has waited for an action finds its record.
-    span = (started_s, ended_s)
-    events = None if began is None or ended is None else (began, ended)
-    num_bytes = result if isinstance(result, int) else 0
-    done = (task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due, events)
-    state.record(LaneRecord(*done, num_bytes=num_bytes))
-    task.ticket.set_result(result)
