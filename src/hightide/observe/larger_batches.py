@@ -171,7 +171,7 @@ class LargerBatches:
         tell("searching for a plan")
         try:
             found = self._searched(profile)
-            check_room(self._run.plan)
+            check_room(self._run)
             return found
         except InfeasiblePlan as refusal:
             raise RefusedArgument(
@@ -329,7 +329,7 @@ class LargerBatches:
             self._kept_bytes = min(low + max(1, missing) * 2**number, (low + high) // 2)
             try:
                 found = self._searched(self._profiles[0])
-                check_room(self._run.plan)
+                check_room(self._run)
             except InfeasiblePlan:
                 high = self._kept_bytes
                 continue

@@ -165,7 +165,7 @@ def _levels(
     run: Run, schedule: Schedule, done: list[tuple[Span, tuple[int, int] | None]], begin_s: float
 ) -> tuple[Level, ...]:
     """What the GPU holds is known at both ends of each tick, and drawn as if nothing happened in between."""
-    base = base_parts(run.plan, schedule.gpu_base_bytes)
+    base = base_parts(run.solution.placement, schedule.gpu_base_bytes)
     fixed = tuple(base[part] for part in PARTS if part is not MemoryPart.REST)
     samples = [
         sample

@@ -197,8 +197,8 @@ class Run(RunValues):
     def on_the_move(self) -> StatesOnTheMove:
         """Its values, out of their places on the GPU."""
         if self.between is None:
-            return StatesOnTheMove(self.plan, self.chunks, self.gradients)
-        return ShardsOnTheMove(self.plan, self.chunks, self.gradients, self.between)
+            return StatesOnTheMove(self.chunks, self.gradients)
+        return ShardsOnTheMove(self.chunks, self.gradients, self.between)
 
     @property
     def has_gradients(self) -> bool:

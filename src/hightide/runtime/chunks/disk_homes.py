@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hightide.ir.state_spec import StateSpec
-from hightide.ir.tier import ChunkKind, Tier
+from hightide.ir.tier import ChunkKind
 from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.placement import Placement
 from hightide.runtime.chunks.rings import BufferContent, Rings
@@ -65,7 +65,7 @@ class DiskHomes:
 
     def __contains__(self, chunk: int) -> bool:
         """Whether its states are on disk."""
-        return chunk in self._places and self._places[chunk].states is Tier.DISK
+        return chunk in self._places and self._places[chunk].has_states_on_disk
 
     # -- in buffers -----------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class Homes:
             self._persistent.append(array(ChunkKind.PARAM, place.params, DTYPES[spec.dtype], spec.numel))
         own = array(ChunkKind.GRAD, Tier.GPU, GRAD_DTYPE, spec.trainable_numel) if place.stays else None
         self._sums.append(own)
-        grad = own if place.grad is Tier.GPU else None
+        grad = own if place.sums_wait_on_gpu else None
         if place.grad is not None and not place.parks and grad is None:
             dtype = DTYPES[place.grad_dtype] if place.leaves or place.is_looked_up else GRAD_DTYPE
             grad = array(ChunkKind.GRAD, place.grad, dtype, shard.trainable_numel)
@@ -91,12 +91,13 @@ class Homes:
             for state, offset_bytes in offsets.items()
         }
         self._states.append(states)
-        if self.disk is not None and (Tier.DISK in (place.home, place.states) or place.passes_ring):
+        if self.disk is not None:
             found = {ChunkKind.PARAM: home, ChunkKind.GRAD: grad}
             if states:
                 found[ChunkKind.STATE] = array(ChunkKind.STATE, place.states, torch.uint8, shard.state_bytes)
-            on_disk = {kind: one for kind, one in found.items() if one is not None and one.store.tier is Tier.DISK}
-            self.disk.take(place, home, on_disk)
+            on_disk = {kind: one for kind, one in found.items() if one is not None and not one.is_memory}
+            if on_disk or place.has_states_on_disk or place.passes_ring:
+                self.disk.take(place, home, on_disk)
 
     def home(self, chunk: int) -> Array:
         """The chunk's parameters where the update writes them."""

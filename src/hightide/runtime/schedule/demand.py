@@ -8,7 +8,7 @@ from functools import partial
 
 from hightide.ir.action import ActionKey, Op
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.gradients.ranked_gradients import RankedGradients
 from hightide.runtime.schedule.in_flight import InFlight
@@ -71,7 +71,7 @@ class Demands:
             )
         place = self._chunks.placed[chunk]
         lane = Lane.GATHER if place.is_gathered else Lane.H2D
-        if not (place.is_gathered and place.home is Tier.GPU):
+        if not (place.is_gathered and place.is_home_on_gpu):
             ticket = self._submit("fetch", Lane.H2D, chunk, self._performer.fetch_param(chunk, slot))
             self._flight.fetches[chunk] = ticket  # before it is awaited: an interrupt may end the wait
         if place.is_gathered:

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from hightide.ir.action import Action, Op
-from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.gradients.gradients import Gradients
@@ -144,7 +144,7 @@ class Performer:
         stays: after a fetch, or an update of the shard there."""
         assert self.ranked is not None
         between, copy, place = self.ranked.between, self.chunks.param_copies[chunk], self.chunks.placed[chunk]
-        if slot is not None and place.home is Tier.GPU and not self._reserve(chunk, slot):
+        if slot is not None and place.is_home_on_gpu and not self._reserve(chunk, slot):
             return nothing
         if slot is not None and chunk not in self._ungathered:  # what is on its way is gathered once, however long
             return nothing
