@@ -117,7 +117,7 @@ def test_what_leaves_the_gpu_goes_into_pinned_memory_and_the_next_time_too() -> 
 
 
 def set_aside(training: Training) -> list[CopyBuffer]:
-    saving = training.run.performer._saving
+    saving = training.run.performer.updating._saving
     assert saving is not None
     return [one.buffer for one in saving._kept if one.buffer is not None]
 
@@ -132,7 +132,7 @@ def test_an_update_on_the_gpu_does_not_make_the_host_wait_for_copies(monkeypatch
     monkeypatch.setattr(CopyOnUpdate, "_run_ahead", lambda *_: None)
     reader = Reader(training.run.snapshot(), num_parts=0)
     deadline_s = time.monotonic() + 30
-    while training.run.performer._saving._kept[0].stage is CopyStage.HOME:  # type: ignore[union-attr]
+    while training.run.performer.updating._saving._kept[0].stage is CopyStage.HOME:  # type: ignore[union-attr]
         assert time.monotonic() < deadline_s, "the reader has not begun"
     assert steps_without_waiting(training)
     assert_same_bits(reader.values(), expected)
@@ -162,6 +162,6 @@ def test_a_snapshot_that_is_closed_half_way_leaves_nothing_behind() -> None:
             next(values)
         del values
         training.steps(1)
-        assert training.run.performer.saving is None
+        assert training.run.performer.updating.saving is None
         assert "copies for a checkpoint" not in training.run.host.breakdown()
     training.close()

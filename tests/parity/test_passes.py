@@ -427,7 +427,7 @@ def test_gradients_of_inputs_in_between(where: str, update: str) -> None:
     plain = trained((model, torch.optim.SGD(model.parameters(), lr=0.05)))
     ours = trained(pair)
     assert max(float((ours[key] - value).abs().max()) for key, value in plain.items()) < 1e-6
-    assert set(run.performer.num_updates.values()) == {2}
+    assert set(run.performer.updating.num_updates.values()) == {2}
 
 
 def test_parameters_in_slots_are_not_older_than_their_update() -> None:

@@ -47,7 +47,7 @@ def mixed(plan: Plan) -> Plan:
 
 def watch(detector: race_detector.Detector, run: Any, patch: pytest.MonkeyPatch) -> None:
     """Uses of values on the GPU by copies and updates, and of buffers by copies and the reader."""
-    prepare, submit, take = run.performer.updates.prepare, run.lanes.submit, CopyOnUpdate.take
+    prepare, submit, take = run.performer.updating.updates.prepare, run.lanes.submit, CopyOnUpdate.take
 
     def updating(chunk: int, in_parts: bool) -> Any:
         prepared = prepare(chunk, in_parts)
@@ -65,7 +65,7 @@ def watch(detector: race_detector.Detector, run: Any, patch: pytest.MonkeyPatch)
         if not id.startswith("save."):
             return submit(id, lane, due, after, work)
         chunk, number = (int(word) for word in id.split(".")[1:])
-        saving = run.performer._saving
+        saving = run.performer.updating._saving
 
         def copy() -> int:
             kept: Kept = saving._kept[number]
@@ -83,7 +83,7 @@ def watch(detector: race_detector.Detector, run: Any, patch: pytest.MonkeyPatch)
             detector.use([("buffer", values.data_ptr())], f"reading of tile {number}", writes=False)
         return values
 
-    patch.setattr(run.performer.updates, "prepare", updating)
+    patch.setattr(run.performer.updating.updates, "prepare", updating)
     patch.setattr(run.lanes, "submit", leaving)
     patch.setattr(CopyOnUpdate, "take", taking)
 

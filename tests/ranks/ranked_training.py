@@ -37,7 +37,7 @@ from hightide.process.system import resident_bytes
 from hightide.runtime import alike
 from hightide.runtime.chunks import moving
 from hightide.runtime.lanes.lanes import UPDATER
-from hightide.runtime.schedule.performer import nothing
+from hightide.runtime.schedule.lane_work import nothing
 from hightide.runtime.surgery import run_of
 from hightide.shard import meeting
 from known_profiles import KnownProfiles

@@ -198,7 +198,7 @@ def _with_ranks(found: Prepared, ranks: Sequence[OfRank], collectives: Collectiv
 
 def _moment(run: Run | None) -> tuple[int, bool]:
     """Values belong to one, and so does all that is taken with them."""
-    updates = None if run is None else run.performer.updates
+    updates = None if run is None else run.performer.updating.updates
     if run is None or updates is None:
         return 0, False
     number, is_issuing = updates.moment

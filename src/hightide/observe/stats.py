@@ -126,7 +126,7 @@ def read_stats(run: Run) -> Stats:
         stall_s={str(lane): seconds for lane, seconds in run.flight.stall_s.items()},
         evictions=run.performer.num_evictions,
         deviations=run.executor.num_deviations,
-        update_kernel=run.performer.updates.kernel if run.performer.updates is not None else "",
+        update_kernel=run.performer.updating.updates.kernel if run.performer.updating.updates is not None else "",
         light_s=light_s_of(run, run.work.last_step),
         extra_hook_calls=sum(hooks.num_extra_calls for hooks in run.inner_hooks.values()),
         save_peak_bytes=run.host.peak_lent_bytes,

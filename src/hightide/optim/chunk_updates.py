@@ -29,7 +29,7 @@ from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.gradients.factors import Factor, HostNumber
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.lanes.update_threads import UpdateThreads
-from hightide.runtime.schedule.disk_performer import LaneWork
+from hightide.runtime.schedule.lane_work import LaneWork
 from hightide.stores.array import Array
 
 BROKEN_PROMISE = (

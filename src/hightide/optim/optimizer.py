@@ -304,7 +304,7 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> WrappedOptimize
         rule, wrapped._groups, run.chunks, run.gradients, run.lanes.update_threads, run.await_states
     )
     wrapped._states = States(run, rule, wrapped._updates, GroupedParams(original))
-    run.performer.updates = wrapped._updates
+    run.performer.updating.updates = wrapped._updates
     wrapped._former = FormerStates(original, run.keys, tuple(state.name for state in rule.states))
     try:
         wrapped._states.check(wrapped._former.here)

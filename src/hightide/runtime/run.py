@@ -313,11 +313,11 @@ class Run(RunValues):
     def discard(self) -> None:
         """Frees everything; the model is of no use any more."""
         self.looks.forget()
-        if self.performer.saving is not None:
-            self.performer.saving.close()
+        if self.performer.updating.saving is not None:
+            self.performer.updating.saving.close()
         self.lanes.close()
-        if self.performer.updates is not None:
-            self.performer.updates.close()
+        if self.performer.updating.updates is not None:
+            self.performer.updating.updates.close()
         self.chunks.close()
         self.stores.close()
         if self._collectives is not None:

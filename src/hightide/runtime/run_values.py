@@ -136,10 +136,10 @@ class RunValues:
         those that are `wanted`. Updates that are still under way belong to it. One at a time."""
         self.check_values()
         self.lanes.check()
-        if self.performer.saving is not None:
+        if self.performer.updating.saving is not None:
             raise Refused("a checkpoint of this model is still being read; wait for it, or close it, before the next")
         with uninterrupted:
-            updates, flight = self.performer.updates, self.flight
+            updates, flight = self.performer.updating.updates, self.flight
             has_states = (lambda key: False) if updates is None else updates.begin_saving()
             tile_bytes = TILE_BYTES if self.stores.host.spare_bytes >= NUM_STAGED * TILE_BYTES else SMALL_TILE_BYTES
             order = self.executor.update_order()
@@ -150,19 +150,19 @@ class RunValues:
             on_gpu = [place.is_updated_on_gpu and place.chunk.optimised_numel > 0 for place in self.chunks.placed]
             written = WrittenSince(self.chunks)
             kept = CopyOnUpdate(tiles, owed, self.lanes, self.stores.host, flight.moment(), on_gpu.__getitem__, written)
-            self.performer.saving = kept
+            self.performer.updating.saving = kept
             return Snapshot(tensors, tiles, kept, self.lanes)
 
     def secure(self, key: str | None = None) -> None:
         """Before somebody changes the values of a parameter, or of all: those that a snapshot still needs are copied,
         or it is waited for."""
-        saving = self.performer.saving
+        saving = self.performer.updating.saving
         if saving is not None:
             saving.secure_now(None if key is None else self.chunks.places[key][0])
 
     def _finish_saving(self) -> None:
         """Before values leave their places."""
-        saving = self.performer.saving
+        saving = self.performer.updating.saving
         if saving is not None:
             with deferred:
                 saving.wait()

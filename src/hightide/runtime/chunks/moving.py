@@ -132,8 +132,8 @@ def _carry_over(run: Run, carried: StatesOnTheMove, solution: Solution, stores: 
     old_chunks.close()
     old_stores.host.vacate()
     old_stores.close()
-    if performer.updates is not None:
-        performer.updates.move_to(chunks)
+    if performer.updating.updates is not None:
+        performer.updating.updates.move_to(chunks)
     run.make_executor(solution)
     run.performer.go_on(performer)
     run.executor.go_on(executor)

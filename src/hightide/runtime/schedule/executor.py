@@ -214,7 +214,7 @@ class Executor:
     def _begin_backward(self, current: Pass) -> None:
         program, exists = self.promises.begin_backward()
         current.backward_begun = current.is_going_back = True
-        self._performer.updated.clear()
+        self._performer.updating.updated.clear()
         if program is not current.program:
             current.load(program)
         if exists:
@@ -302,12 +302,12 @@ class Executor:
         try:
             self._step()
         finally:  # one that was refused in the middle of it, by a gradient that cannot be used
-            for chunk in self._performer.unsettled:
+            for chunk in self._performer.updating.unsettled:
                 self._demands.settle(chunk)
 
     def _step(self) -> None:
         if self._update is Update.DEFERRED:
-            self._performer.updated.clear()
+            self._performer.updating.updated.clear()
         self.promises.begin_step(self._leftovers)
         self._send_away(self._chunks.grad_slots.everyone())  # a backward that ended with an exception has left some
         if self._ranked is not None:
@@ -324,11 +324,11 @@ class Executor:
         for chunk in self._leftovers():
             self._demands.update(chunk)
         self.promises.end_step()
-        self._performer.updated.clear()
+        self._performer.updating.updated.clear()
 
     def _leftovers(self) -> list[int]:
         """Chunks with a gradient that no update has used."""
-        done, ready = self._performer.updated, self._gradients.ready
+        done, ready = self._performer.updating.updated, self._gradients.ready
         return [chunk for chunk in self._optimised if chunk not in done and ready(chunk)]
 
     @property
@@ -412,7 +412,7 @@ class Executor:
         self.promises.give_up_gradients()
         for spec in self._chunks.specs:
             if self._gradients.has_gradient(spec.index):
-                if spec.optimised_numel and spec.index not in self._performer.updated:
+                if spec.optimised_numel and spec.index not in self._performer.updating.updated:
                     self._demands.update(spec.index)
                 self._gradients.drop_chunk(spec.index)
         self.wait_for_updates()

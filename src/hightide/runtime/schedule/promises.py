@@ -103,7 +103,7 @@ class Promises:
 
     def check_update(self, chunk: int, block: int) -> None:
         """Before anything is added to the chunk's gradient."""
-        if self._in_backward and chunk in self._performer.updated:
+        if self._in_backward and chunk in self._performer.updating.updated:
             raise Refused(
                 f"block {self._names[block]!r} ran backward again after its update, but this model was wrapped with "
                 "update='in_backward': the promise of one backward per step. Wrap with update='deferred' (the default)."

@@ -80,7 +80,7 @@ def test_training_goes_on_while_it_is_read(homes: str, update: str, spare: int) 
     assert_same_bits(final, end)
     host = training.run.host
     assert host.peak_bytes <= host.capacity_bytes and "copies for a checkpoint" not in host.breakdown()
-    assert training.run.performer.saving is None
+    assert training.run.performer.updating.saving is None
     assert cost.copied_bytes > 0 or (homes == "host" and spare == NONE)
     assert cost.waited_s > 0 or spare == PLENTY
     assert cost.waited_s == 0 or not stands_still
