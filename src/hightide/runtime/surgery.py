@@ -33,11 +33,11 @@ from hightide.runtime.run import Run
 class Wrapped:
     """Mixed into the class of every module that hightide has swapped."""
 
-    hightide_found: Callable[[], Run | None]
+    hightide_ref: Callable[[], Run | None]
 
     @property
     def hightide_run(self) -> Run:
-        run = self.hightide_found()
+        run = self.hightide_ref()
         if run is None:
             raise Refused("the wrapped model that this block was a part of is gone, and its parameters with it")
         run.birthplace.check()
@@ -288,13 +288,13 @@ def _swap_shared(module: nn.Module, mixin: type, run: Run, classes: dict[tuple[t
         return
     key = (type(module), mixin)
     if key not in classes:
-        classes[key] = _subclass(type(module), mixin, {"hightide_found": weakref.ref(run)})
+        classes[key] = _subclass(type(module), mixin, {"hightide_ref": weakref.ref(run)})
     module.__class__ = classes[key]
 
 
 def _swap(module: nn.Module, mixin: type, run: Run, attributes: dict[str, Any]) -> None:
-    home = {"hightide_found": staticmethod(lambda: run)}
-    module.__class__ = _subclass(type(module), mixin, home | attributes)
+    found = {"hightide_ref": staticmethod(lambda: run)}
+    module.__class__ = _subclass(type(module), mixin, found | attributes)
 
 
 def _subclass(original: type, mixin: type, attributes: dict[str, Any]) -> type:
