@@ -114,9 +114,8 @@ class Content:
 
 def _write_tensors(writer: CheckpointWriter, name: str, tensors: Mapping[str, Tensor]) -> None:
     """A small file of them."""
-    ordered = sorted(
-        tensors.items(), key=lambda one: -one[1].dtype.itemsize
-    )  # each at a multiple of its element's size
+    # Each at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize)
     file = writer.tensors(name, [Entry(key, value.dtype, tuple(value.shape)) for key, value in ordered])
     for _, value in ordered:
         file.put(value.contiguous().view(-1))

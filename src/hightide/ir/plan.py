@@ -26,9 +26,8 @@ class Update(StrEnum):
     """When the optimizer's update of a block runs."""
 
     DEFERRED = "deferred"  # begins at step(), runs beside the next forward; clipping and accumulation are exact
-    IN_BACKWARD = (
-        "in_backward"  # as soon as the gradient is final; the user promises one step per backward, no clipping
-    )
+    # As soon as the gradient is final; the user promises one step per backward, no clipping.
+    IN_BACKWARD = "in_backward"
 
 
 class GradientDtype(StrEnum):

@@ -129,9 +129,7 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
         return
     backward["gpu_transient"] += call.backward_peak.at(micro)
     backward["gpu_holes"] = call.holes.at(micro)
-    if (
-        micro == draft.plan.num_samples
-    ):  # its inputs' gradients are those of the batch, which are counted for themselves
+    if micro == draft.plan.num_samples:  # its inputs' gradients are the batch's, which are counted for themselves
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
     _keep(forward, backward, held_bytes(draft.plan, call))
     there = held_by(draft.plan, call).at(micro)

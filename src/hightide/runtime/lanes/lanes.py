@@ -57,13 +57,9 @@ BETWEEN_RANKS: dict[Lane, str] = {  # only where there are several
     Lane.GATHER: "hightide-gather",  # brings the rest of a chunk from the other ranks while blocks compute
     Lane.REDUCE: "hightide-reduce",  # averages finished gradients over all ranks meanwhile
 }
-WATCHER = (
-    "hightide-fences"  # one for each lane that works on the host: waits for copies, so that it takes finished ones
-)
+WATCHER = "hightide-fences"  # one for each lane that works on the host, so that it takes copies that are through
 UPDATER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
-CORES_FOR_OTHERS = (
-    2  # Python's and autograd's threads with what they start, and the two copying lanes, which mostly wait
-)
+CORES_FOR_OTHERS = 2  # Python's and autograd's threads with what they start; the copying lanes mostly wait
 
 
 def default_update_threads() -> int:
