@@ -186,7 +186,7 @@ def _of_transformers(model: nn.Module, tensors: Mapping[str, Tensor], checkpoint
 
 
 def _narrowed(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.dtype], run: Run | None) -> list[str]:
-    """Values that would be rounded. See [Note: masters of a checkpoint]."""
+    """Values that would be rounded. See [Note: masters of a checkpoint] in places.py."""
     unlike = []
     for name, dtype in stored.items():
         here = tensors[name].dtype
