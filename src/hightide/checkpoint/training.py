@@ -1,4 +1,4 @@
-"""What a checkpoint has beside values of parameters and states: where training is. All of it is small, and is taken at
+"""Where training is: what a checkpoint has beside values of parameters and states. All of it is small, and is taken at
 the moment of the call."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lies in a Trainer's checkpoint beside weights and states: as the Trainer itself writes it, taken at once."""
+"""Files of a Trainer's checkpoint beside weights and states: as the Trainer itself writes them, taken at once."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import hightide
 from hightide import wrapping
 from hightide.checkpoint.training import read_plan
 from hightide.ir.plan import Forecast
-from hightide.trainer import earlier_plan, mixin
+from hightide.trainer import checkpoint_mixin, earlier_plan
 from trainers import LIMITS, fresh_accelerate, logs, rows, trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "max_steps": 4}
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_does_not_say_what_its_plan_was_made_for(
     searches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of an older version."""
-    monkeypatch.setattr(mixin, "extra_of", lambda *_: None)
+    monkeypatch.setattr(checkpoint_mixin, "extra_of", lambda *_: None)
     first = begun(tmp_path)
     searches.clear()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints: which are whole, which is the newest, what is damaged and where."""
+"""A folder of checkpoints: which are whole, which is the newest, what is damaged and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What comes of a run: a folder for transformers, or an adapter for PEFT, with the tokenizer; and some text."""
+"""The trained model that comes of a run: a folder for transformers, or an adapter for PEFT, with the tokenizer; and
+some text."""
 
 from __future__ import annotations
 
