@@ -60,6 +60,8 @@ from hightide.stores.disk import DiskStore
 from hightide.stores.host_arena import HostArena
 from hightide.stores.store import Accelerator
 
+FORWARD_BEGINS = "the beginning of a forward"  # where ranks tell whether one has a larger batch than all before
+
 
 class Run(RunValues):
     def __init__(
@@ -196,7 +198,7 @@ class Run(RunValues):
             return is_larger
         options = self.options()
         digest = zlib.crc32(repr(options).encode()).to_bytes(4, "little")
-        rows = self._collectives.exchange("the beginning of a forward", bytes([is_larger]) + digest)
+        rows = self._collectives.exchange(FORWARD_BEGINS, bytes([is_larger]) + digest)
         if len({row[1:] for row in rows}) > 1:
             try:
                 check_same(self._collectives, options)
