@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hightide.ir.tier import Tier
 from hightide.planner.advice.missing import refusal
@@ -85,7 +85,13 @@ def least_disk_bytes(problem: Problem) -> int | None:
     moves = _leanest(problem, trials)
     starts = [start for start in moves.starts(spare=0, disk=True) if trials.may_fit(start)]
     filled = dict.fromkeys(moves.fill(start, order) for start in starts for order in ORDERS)
-    for candidate in sorted(filled, key=lambda one: trials.guess(one).disk_bytes):
+    found = _least_disk_bytes(trials, filled)
+    return _least_disk_bytes(trials, dict.fromkeys(moves.leanest())) if found is None else found
+
+
+def _least_disk_bytes(trials: Trials, candidates: Iterable[Candidate]) -> int | None:
+    fitting = [one for one in candidates if one.disk and trials.may_fit(one)]
+    for candidate in sorted(fitting, key=lambda one: trials.guess(one).disk_bytes):
         needs = trials.needs(candidate)
         if trials.within(needs):
             return needs.disk_bytes
