@@ -27,7 +27,7 @@ def search_calls(step: Problem) -> Searched:
     looks: dict[int, float] = {}
     for number in numbers:
         try:
-            looks[number] = search(replace(in_calls(step, number), quick=True)).step.step_s
+            looks[number] = search(replace(in_calls(step, number), quick=True), says_why=False).step.step_s
         except InfeasiblePlan:
             continue
     if not looks:
