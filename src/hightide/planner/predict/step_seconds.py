@@ -35,6 +35,7 @@ from hightide.planner.waiting import micro_batch_of
 
 # Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
 # updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, "Bookkeeping of Python".
+NO_BYTES = Affine()
 ISSUE_FACTOR = 1.35
 
 # Read and written by the thread that runs the model while it gathers rows of a table on the host (on two cores: 10e9).
@@ -99,7 +100,7 @@ def _issue_s(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
 
 def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
     """The profile with the bytes that a rehearsal has measured in the place of those of tensors without values, which
-    know nothing of compiled blocks."""
+    know nothing of compiled blocks. What lasts has a place of its own in a plan, and is measured with what is kept."""
     if not costs.peaks:
         return profile
     _check_costs(profile, costs)
@@ -110,22 +111,26 @@ def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
             call = replace(
                 call,
                 forward_peak=_line(measured.forward_bytes),
-                kept=_line(measured.kept_bytes),
+                kept=_line(measured.kept_bytes, call.lasting),
                 backward_peak=_line(measured.backward_bytes),
                 holes=Affine() if costs.is_compiled and not call.tiled else call.holes,
             )
             if call.selective is not None and measured.selective_bytes.points:
-                call = replace(call, selective=replace(call.selective, kept=_line(measured.selective_bytes)))
+                call = replace(
+                    call, selective=replace(call.selective, kept=_line(measured.selective_bytes, call.lasting))
+                )
         calls.append(call)
     return replace(profile, calls=tuple(calls))
 
 
-def _line(curve: Curve) -> Affine:
-    """Never below the curve between its ends, since peaks are convex: see [Note: two sizes are enough]."""
+def _line(curve: Curve, without: Affine = NO_BYTES) -> Affine:
+    """Never below the curve between its ends, since peaks are convex: see [Note: two sizes are enough]. `without`: what
+    is no part of it."""
     if not curve.points:
-        return Affine()
-    low, high = curve.points[0], curve.points[-1]
-    return Affine.through(low.num_samples, int(low.value), high.num_samples, int(high.value))
+        return NO_BYTES
+    sizes = [curve.points[index].num_samples for index in (0, -1)]
+    (low, at_low), (high, at_high) = ((size, max(0, int(curve.at(size)) - without.at(size))) for size in sizes)
+    return Affine.through(low, at_low, high, at_high)
 
 
 def seconds_of(

@@ -6,12 +6,10 @@ whole plan, so every number is looked at quickly, and those that look best are s
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hightide.planner.infeasible import InfeasiblePlan, growth
 from hightide.planner.problem import Problem
 from hightide.planner.search.nearby import why_not
-from hightide.planner.search.search import LEAST_GAIN, search
+from hightide.planner.search.search import LEAST_GAIN, quick_step_s, search
 from hightide.planner.solution import Searched
 
 NUM_SEARCHED = 2  # numbers of calls
@@ -27,7 +25,7 @@ def search_calls(step: Problem) -> Searched:
     looks: dict[int, float] = {}
     for number in numbers:
         try:
-            looks[number] = search(replace(in_calls(step, number), quick=True), says_why=False).step.step_s
+            looks[number] = quick_step_s(in_calls(step, number))
         except InfeasiblePlan:
             continue
     if not looks:

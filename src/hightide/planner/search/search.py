@@ -39,18 +39,27 @@ NUM_TRIED_ACTIONS = 20_000  # in all those trials, at most: of a deep model in f
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
 
-def search(problem: Problem, says_why: bool = True) -> Searched:
-    """Raises InfeasiblePlan if nothing fits, with the least that is missing. To find that out takes a while: not
-    `says_why` leaves it out."""
+def search(problem: Problem) -> Searched:
+    """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
+    trials, candidate = _found(problem, says_why=True)
+    placement = trials.space.placement(trials.space.build(candidate))
+    return Searched.made(problem, candidate, placement, trials.num_simulated)
+
+
+def quick_step_s(problem: Problem) -> float:
+    """Of the plan that a quick search finds. Raises InfeasiblePlan, without what is missing: that takes a while."""
+    trials, candidate = _found(replace(problem, quick=True), says_why=False)
+    return trials.step_s(candidate)
+
+
+def _found(problem: Problem, says_why: bool) -> tuple[Trials, Candidate]:
     num_samples, pinned = problem.profile.num_samples, problem.terms.micro_batch
     problem.terms.check_micro_batch(num_samples)
     trials = Trials(problem)
     sizes = equal_parts(num_samples) if pinned is None else (pinned,)
     may_fill = _with_room_left(trials) if problem.quick else trials.may_fit
     candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick, says_why).run()
-    candidate = _with_uncalled(trials, candidate, may_fill)
-    placement = trials.space.placement(trials.space.build(candidate))
-    return Searched.made(problem, candidate, placement, trials.num_simulated)
+    return trials, _with_uncalled(trials, candidate, may_fill)
 
 
 def _with_uncalled(trials: Trials, candidate: Candidate, may_fill: Callable[[Candidate], bool]) -> Candidate:

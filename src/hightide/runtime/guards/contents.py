@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hightide.profiler.trial.state import version
 
@@ -25,7 +26,8 @@ MAX_DEPTH = 6  # of objects in objects
 MOST_VALUES = 2_000  # looked at each time; what is further away than these is not followed
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TYPES = frozenset(PLAIN)
-_FOREIGN = frozenset({"torch", "logging", "threading", "random", "numpy"})  # objects of these are not followed
+# Objects of these are not followed: kernels of Triton have caches that grow with their calls.
+_FOREIGN = frozenset({"torch", "logging", "threading", "random", "numpy", "triton"})
 _NOTHING = object()
 _Place = Any  # a dict, list, deque, set or tuple, or what is in a class
 
@@ -91,7 +93,7 @@ class Contents:
     def are_same(self) -> bool:
         try:
             return (
-                self._places == self._then
+                _equal(self._places, self._then)
                 and all(place[key] is value for place, key, value in self._links)
                 and all(one.is_same() for one in self._singly)
             )
@@ -288,9 +290,21 @@ def _token(value: Any) -> Any:
 
 def _equal(one: Any, two: Any) -> bool:
     try:
-        return bool(one == two)
-    except Exception:  # arrays and tensors do not compare so
+        with _OTHERS:
+            return bool(one == two)
+    except Exception:  # arrays do not compare so
         return False
+
+
+class _Others(TorchFunctionMode):
+    """Inside, a tensor equals nothing but itself: one in the place of a number is a change, whatever its value, for
+    which a comparison would wait, on a GPU at each call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False
+
+
+_OTHERS = _Others()
 
 
 def _entries(place: _Place) -> list[tuple[Any, Any]]:

@@ -33,7 +33,6 @@ from hightide.profiler.trial.quiet import Quiet
 from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
 from hightide.runtime.blocks.micro_batches import dims_of
 from hightide.runtime.guards.later_changes import BlockChanges, CodeChanges, Epochs
-from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
     from hightide.runtime.blocks.block_function import BlockCall
@@ -135,7 +134,7 @@ class FirstLooks:
         try:
             with self._aside(call):
                 return _compared(call, tensors, together)
-        except OutOfMemory:  # the forecast of a block's forward is an estimate
+        except torch.OutOfMemoryError:  # the forecast of a block's forward is an estimate
             pass
         self._clear_away()
         return ""
@@ -157,7 +156,7 @@ class FirstLooks:
                     with unmetered():
                         same = same and same_contents(left, contents(call.module))
             return same
-        except OutOfMemory:
+        except torch.OutOfMemoryError:
             pass
         self._clear_away()
         return False
@@ -258,7 +257,7 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
         for start, size in bounds:
             try:
                 parts = tried(start, size)
-            except OutOfMemory:
+            except torch.OutOfMemoryError:  # a GPU's own: in our words it is said outside of this
                 raise
             except Exception as failure:  # the whole batch has run
                 return FAILS.format(in_a_line(failure))

@@ -151,6 +151,17 @@ def test_measured_bytes_take_the_place_of_forecast_ones() -> None:
     assert with_peaks(profile, COSTS) is profile
 
 
+def test_what_lasts_is_measured_with_what_is_kept_and_counted_once() -> None:
+    """By a graph that holds all of it, or none: compiled blocks may not even make it."""
+    profile = stack()
+    calls = tuple(replace(call, lasting=Affine(2, 1)) for call in profile.calls)
+    for kept, left in ((curve(n1=13, n6=38), (10, 30)), (curve(n1=1, n6=6), (0, 0))):
+        measured = CallPeaks(curve(n1=20, n6=100), kept, curve(n6=60))
+        costs = replace(COSTS, peaks=(NO_PEAKS, measured, NO_PEAKS, NO_PEAKS))
+        layer = with_peaks(replace(profile, calls=calls), costs).calls[1]
+        assert (layer.kept.at(1), layer.kept.at(6)) == left and layer.lasting == Affine(2, 1)
+
+
 def test_a_gpu_reserves_more_than_tensors_need() -> None:
     profile = stack()
     fixed = WORKSPACE_BYTES + 2 * PAGE_BYTES

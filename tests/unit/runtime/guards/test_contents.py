@@ -285,3 +285,13 @@ def test_a_look_is_a_few_calls_however_many_modules_there_are() -> None:
 
 def own(block: nn.Module) -> list[int]:
     return [id(one) for module in block.modules() for one in (module, module._parameters)]
+
+
+def test_a_tensor_in_the_place_of_a_number_is_a_change_whatever_its_value() -> None:
+    """Its value is not asked for: on a GPU each call of a block would wait for it."""
+    kept = {"dropped": 0, "names": ["a"]}
+    contents = Contents([kept])
+    kept["dropped"] = torch.zeros((), dtype=torch.int64)
+    assert not contents.are_same() and contents.with_other_numbers() is None
+    kept["dropped"] = 0
+    assert contents.are_same()

@@ -56,3 +56,25 @@ def test_a_clean_block_stays_split_in_every_dtype(dtype: torch.dtype) -> None:
         expected, found = trained(Block, dtype)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
     assert all(torch.allclose(found[name], value, atol=tolerance) for name, value in expected.items())
+
+
+class Hungry(Block):
+    """Has no room for two samples beside all of them, as a GPU says it."""
+
+    is_wrapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Hungry.is_wrapped and len(x) == 2 and not torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return super().forward(x)
+
+
+def test_a_try_that_runs_out_of_memory_says_nothing_about_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(Hungry(), Hungry()), torch.randn(6, 8)
+    model, optimizer = hightide.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), x, limits=ROOM, micro_batch=2)
+    monkeypatch.setattr(Hungry, "is_wrapped", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that it runs the whole batch at once
+        model(x).square().mean().backward()
+        optimizer.step()
+    hightide.unwrap(model)

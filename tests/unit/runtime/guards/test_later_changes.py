@@ -16,6 +16,8 @@ FLAGS: dict[str, Any] = {"centre": False}
 RATE = 0.5
 SETTINGS = SimpleNamespace(rate=0.5)
 MASK = torch.ones(3)
+KERNEL = type("JITFunction", (), {"__module__": "triton.runtime.jit"})()
+KERNEL.device_caches = {0: {"bfloat16": object()}}
 UNRELATED = 1
 
 
@@ -144,3 +146,15 @@ def test_functions_that_modules_keep_are_followed(monkeypatch: pytest.MonkeyPatc
     code = CodeChanges(Held().modules())
     patch("RATE", 0.7)(monkeypatch)
     assert not code.are_same()
+
+
+class Fused(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return KERNEL(x)
+
+
+def test_what_a_kernel_remembers_of_its_calls_is_no_change() -> None:
+    """Else each compilation of one would have all blocks looked at again, which waits for the GPU."""
+    code = CodeChanges([Fused()])
+    KERNEL.device_caches[0]["float32"] = object()
+    assert code.are_same()
