@@ -95,7 +95,8 @@ class Moves(Ladders):
             for start in lean.starts(0, form, disk=True):
                 yield self.fill(start, ORDERS[0])
                 yield from self._mixed(start) if start.loss_tile_tokens is None else ()
-        for size in dict.fromkeys((self.space.slot_numel, self.space.ring_sizes[0])):
+        sizes = (self.space.slot_numel, self.space.ring_sizes[0]) if self.space.terms.disk_bytes else ()
+        for size in dict.fromkeys(sizes):
             for start in lean.starts(0, Form(size), disk=True):
                 yield from self._beside_full_host(start, by_host)
         for form in self.forms:
