@@ -48,7 +48,7 @@ from hightide.cli.main import app
 from hightide.cli.train.config import TrainConfig
 from hightide.cli.train.options import TrainOptions, load_config
 from hightide.doctor.known import load_machine
-from hightide.integrations.folder import INDEX, SINGLE
+from hightide.integrations.foreign_folder import INDEX, SINGLE
 from hightide.ir.codec import to_json
 from hightide.ir.plan import Plan
 from hightide.loading.tensor_file import read_header

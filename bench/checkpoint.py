@@ -40,7 +40,7 @@ from shapes import batches
 import hightide
 from hightide.checkpoint.training import read_plan
 from hightide.ir.units import format_bytes
-from hightide.planner.predict.saving import SaveForecast
+from hightide.planner.predict.save_forecast import SaveForecast
 from hightide.process.system import return_freed_memory
 
 PHASES = ("train", "resume")

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import hightide
-from hightide.stores.disk_file import Buffer
+from hightide.stores.disk_file import PageBuffer
 
 BLOCK_BYTES = 16 * 1024**2
 NUM_THREADS = 4
@@ -63,12 +63,12 @@ class Floors:
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder, self._count = folder, max(NUM_THREADS, num_bytes // BLOCK_BYTES)
-        self._blocks = [Buffer(BLOCK_BYTES) for _ in range(4 * NUM_THREADS)]
+        self._blocks = [PageBuffer(BLOCK_BYTES) for _ in range(4 * NUM_THREADS)]
         for block in self._blocks:
             block.memory[:] = os.urandom(BLOCK_BYTES)
         self.num_bytes = self._count * BLOCK_BYTES
 
-    def _of(self, number: int) -> Buffer:
+    def _of(self, number: int) -> PageBuffer:
         return self._blocks[number % len(self._blocks)]
 
     def copies(self) -> None:

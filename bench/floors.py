@@ -33,7 +33,7 @@ def measure(run: Any, moved_bytes_per_step: dict[str, float], repeats: int = 3) 
 
 
 def _update(run: Any, spec: ChunkSpec) -> None:
-    updates = run.performer.updates
+    updates = run.performer.updating.updates
     hyper = replace(updates._groups.hyper(0), lr=0.0, weight_decay=0.0)
     updates._on_host.update(updates._operands(spec.index), 1, hyper)
 

@@ -37,7 +37,7 @@ from torch import nn
 import hightide
 from hightide.cli.workload import Workload
 from hightide.doctor.known import load_machine
-from hightide.integrations.folder import import_transformers
+from hightide.integrations.foreign_folder import import_transformers
 from hightide.integrations.shapes import shaped_model
 from hightide.ir.limits import parse_disks
 from hightide.ir.plan import GradientDtype, Update

@@ -25,7 +25,7 @@ from hightide.planner.one_rank import machine_of_rank
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.light import needed_flop
 from hightide.planner.problem import Problem, Terms
-from hightide.planner.search.groups import search_groups
+from hightide.planner.search.replicas import search_groups
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
 

@@ -92,9 +92,11 @@ def ceiling(*measured: dict[str, float]) -> float:
 
 def measure(operands: Operands, variant: Variant, window_s: float, loaded: bool) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if loaded else None
-    lanes = Lanes(device=device, update_threads=variant.num_threads)
+    lanes = Lanes(device=device, num_update_threads=variant.num_threads)
     try:
-        update = UpdateWork(operands, lanes.sharers, variant.kernel, variant.tile_numel, Part[variant.part.upper()])
+        update = UpdateWork(
+            operands, lanes.update_threads, variant.kernel, variant.tile_numel, Part[variant.part.upper()]
+        )
         with link_loads(lanes, device) if device is not None else nullcontext({}) as links:
             paces = measure_together(lanes, {**links, Lane.CPU: update}, window_s)
     finally:
@@ -121,8 +123,8 @@ def check() -> None:
         expected = operands.master_values().clone().requires_grad_()
         expected.grad = operands.grad.float()
         torch.optim.AdamW([expected], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True).step()
-        lanes = Lanes(update_threads=2)
-        UpdateWork(operands, lanes.sharers, kernel, 8 * ALIGN_NUMEL)()
+        lanes = Lanes(num_update_threads=2)
+        UpdateWork(operands, lanes.update_threads, kernel, 8 * ALIGN_NUMEL)()
         lanes.close()
         assert torch.equal(operands.master_values(), expected.detach()), (kind, kernel)
         assert operands.param is None or torch.equal(operands.param, expected.detach().bfloat16()), kernel

@@ -11,7 +11,7 @@ from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.chunk_place import RING_COUNTS
-from hightide.planner.inputs_on_disk import passing_calls
+from hightide.planner.disk_inputs import passing_calls
 from hightide.planner.placement import Placement
 
 G, H, D = Tier.GPU, Tier.HOST, Tier.DISK

@@ -1,4 +1,4 @@
-"""What the user asks for: arguments are checked, and the device that was left out is found."""
+"""The user's arguments, checked; the device that was left out is found."""
 
 from __future__ import annotations
 

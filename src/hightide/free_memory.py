@@ -1,4 +1,4 @@
-"""What is free on this machine, and the limits that follow for what the user has left open.
+"""Memory that is free on this machine, and the limits that follow for those that the user has left open.
 
 [Note: what is free on a GPU] A limit counts what a run takes, so everything that others hold makes less of it
 available: other programs, and tensors of this process outside of the model. Three things are free although somebody has

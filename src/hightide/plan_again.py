@@ -32,7 +32,7 @@ def plan_again(before: Plan, asked: Asked, profiled: Profiled, collectives: Coll
             raise ValueError(f"it holds steps of {most} samples, and a step has {num_samples}")
         check_still_fits(before, asked.limits, asked.device, asked.model, asked.optimizer, asked.ranks_on_node)
 
-    def posed() -> Problem:
+    def posed() -> tuple[Problem, Solution]:
         problem = estimated_problem(profiled[0], asked.device, terms, asked.disks, nodes)
         if asked.cuts:
             problem = problem.with_samples(before.num_samples)
@@ -41,14 +41,14 @@ def plan_again(before: Plan, asked: Asked, profiled: Profiled, collectives: Coll
         sized = (problem.profile, *profiled[1:])
         about = (asked.optimizer, asked.device, asked.compile, before.gpu_limit_bytes)
         rehearsed = partial(rehearsed_profile, sized, *about)
-        return replace(problem, profile=verified(Solution.of(problem.profile, before), rehearsed).profile)
+        solution = verified(Solution.of(problem.profile, before), rehearsed)
+        return replace(problem, profile=solution.profile), solution
 
     try:
         if collectives is None:
             check()
-            problem = posed()
-        else:
-            problem = problem_of_all(collectives, terms, check, posed)
+            return Searched.simulated(*posed())
+        problem = problem_of_all(collectives, terms, check, lambda: posed()[0])
         solution = Searched.elsewhere(problem, before)
         solution.verify()
         return solution

@@ -14,8 +14,8 @@ from hightide.checkpoint.pretrained_folder import save_pretrained
 from hightide.free_memory import room_on, warn_of_moving_in, warn_of_reserve, warn_of_room
 from hightide.integrations import lora, transformers
 from hightide.ir.plan import Plan
+from hightide.loading.first_values import first_values
 from hightide.loading.unloaded import forget, origins_in, seem_unloaded
-from hightide.loading.values import first_values
 from hightide.observe.larger_batches import LargerBatches
 from hightide.observe.ranked_batches import RankedLargerBatches
 from hightide.observe.ranked_watch import RankedWatch
@@ -33,16 +33,17 @@ from hightide.posing import (
     solved,
     verified,
 )
-from hightide.process.interrupts import deferred, held
+from hightide.process.interrupts import deferred, uninterrupted
 from hightide.process.progress import shown, tell
 from hightide.process.system import resident_bytes
 from hightide.profiler.fake.values import made_up
 from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.model_profile import profile_calls
 from hightide.profiler.switches import checkpointing
-from hightide.runtime.known_batches import KnownBatches
+from hightide.runtime.known_batches import Admission, KnownBatches
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, wrap_modules
+from hightide.runtime.surroundings import Surroundings
 from hightide.shard.agreement import check_same
 from hightide.shard.collectives import Collectives
 from hightide.shard.meeting import EVEN_ALONE_SWITCH
@@ -87,18 +88,16 @@ def wrap_model(
             if asked.device.type == "cuda":
                 warn_of_moving_in((_moving_in(solution, asked) if plan or again else solution).plan)
             run = _make_run(solution, profiled, asked, collectives)
-            _complete_run(run, collectives)
             optimizer = wrap_optimizer(asked.optimizer, run)
-            run.settle()
+            run.fix_memory()
             wrap_modules(run)
-            _set_admission(run, solution, profiled, asked, collectives)
             if isinstance(solution, Searched) and again is None:  # one of before has been watched then
                 run.observer = Watch(run, solution) if collectives is None else RankedWatch(run, solution, collectives)
             elif plan is not None:  # a plan that the user brings is never changed
                 warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
             return model, optimizer  # in here: what interrupts the end of the section is still undone
     except BaseException:
-        with held:
+        with uninterrupted:
             _undo(model, run, optimizer)
         raise
 
@@ -201,34 +200,29 @@ def _make_run(solution: Solution, profiled: Profiled, asked: Asked, collectives:
     adapted = {id(param) for param in lora.adapted_parameters(model)}
     names = {name for name, param in model.named_parameters() if id(param) in adapted}
     check_modules(model, solution.profile, probed, names)
-    checks = transformers.training_checks(model, asked.batch)
-    values, around = first_values(model), transformers.around_call(model)
+    sizes = BatchSizes.of(asked.batch, probed.samples)
+    around = Surroundings(
+        first_values(model),
+        transformers.training_checks(model, asked.batch),
+        transformers.around_call(model),
+        KnownBatches(sizes.with_samples(solution.plan.num_samples)),
+        partial(_admission, solution, asked, collectives),
+        names,
+        measured_products(asked.device),
+        None if collectives is None else save_pretrained,
+    )
     seem_unloaded(model, False)
-    how = (checks, asked.device, asked.compile, values, around)
-    return Run(model, solution, probed, *how, disks=asked.disks, collectives=collectives)
+    run = Run(model, solution, probed, around, asked.device, asked.compile, disks=asked.disks, collectives=collectives)
+    forget(model)  # the files from which values came
+    return run
 
 
-def _complete_run(run: Run, collectives: Collectives | None) -> None:
-    """Tells a run of the model's library and of the machine, and forgets the files from which values came."""
-    run.products = measured_products(run.gpu.device)
-    adapted = lora.adapted_parameters(run.model)
-    run.chunks.binding.ignored_versions.update(run.keys[id(param)] for param in adapted)
-    if collectives is not None:
-        run.save_pretrained = partial(save_pretrained, run)
-    forget(run.model)
-
-
-def _set_admission(
-    run: Run, solution: Solution, profiled: Profiled, asked: Asked, collectives: Collectives | None
-) -> None:
+def _admission(solution: Solution, asked: Asked, collectives: Collectives | None, run: Run) -> Admission:
     """Which batches are let in: those like the example, and larger ones as the plan allows."""
-    sizes = BatchSizes.of(asked.batch, profiled[1].samples)
-    run.batches = KnownBatches(sizes.with_samples(run.plan.num_samples))
     fixed = "" if asked.plan is None else "it was given by plan=, and is never changed"
     if collectives is None:
-        run.admission = LargerBatches(run, solution, fixed)
-    else:
-        run.admission = RankedLargerBatches(run, solution, collectives, fixed)
+        return LargerBatches(run, solution, fixed)
+    return RankedLargerBatches(run, solution, collectives, fixed)
 
 
 def _undo(model: nn.Module, run: Run | None, optimizer: WrappedOptimizer | None) -> None:

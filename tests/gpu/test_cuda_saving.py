@@ -17,7 +17,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.runtime import run_values as run_module
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
-from hightide.runtime.saving.kept import Buffer, Stage
+from hightide.runtime.saving.kept import CopyBuffer, CopyStage
 from hightide.stores.pinned import PinnedArena
 from unit.runtime.saving.readers import Case, Reader, Training, assert_same_bits, with_spare
 
@@ -116,8 +116,8 @@ def test_what_leaves_the_gpu_goes_into_pinned_memory_and_the_next_time_too() -> 
     assert not host._pinned_spare
 
 
-def set_aside(training: Training) -> list[Buffer]:
-    saving = training.run.performer._saving
+def set_aside(training: Training) -> list[CopyBuffer]:
+    saving = training.run.performer.updating._saving
     assert saving is not None
     return [one.buffer for one in saving._kept if one.buffer is not None]
 
@@ -132,7 +132,7 @@ def test_an_update_on_the_gpu_does_not_make_the_host_wait_for_copies(monkeypatch
     monkeypatch.setattr(CopyOnUpdate, "_run_ahead", lambda *_: None)
     reader = Reader(training.run.snapshot(), num_parts=0)
     deadline_s = time.monotonic() + 30
-    while training.run.performer._saving._kept[0].stage is Stage.HOME:  # type: ignore[union-attr]
+    while training.run.performer.updating._saving._kept[0].stage is CopyStage.HOME:  # type: ignore[union-attr]
         assert time.monotonic() < deadline_s, "the reader has not begun"
     assert steps_without_waiting(training)
     assert_same_bits(reader.values(), expected)
@@ -162,6 +162,6 @@ def test_a_snapshot_that_is_closed_half_way_leaves_nothing_behind() -> None:
             next(values)
         del values
         training.steps(1)
-        assert training.run.performer.saving is None
+        assert training.run.performer.updating.saving is None
         assert "copies for a checkpoint" not in training.run.host.breakdown()
     training.close()

@@ -14,7 +14,7 @@ from gpu.streamed import wrap
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.optim import host_update as host
 from hightide.optim.adam import AdamWRule
-from hightide.runtime.lanes.lanes import SHARER
+from hightide.runtime.lanes.lanes import UPDATER
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ def test_shared_in_c_or_by_torch_the_weights_are_the_same_bits(update: str, monk
     monkeypatch.setattr(host, "C_TILE_NUMEL", ALIGN_NUMEL)  # enough tiles for every thread
     kernel, weights = trained(update)
     assert kernel == "c", "a machine with a GPU and no C compiler would be slow, and nobody would know"
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith(SHARER)]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith(UPDATER)]
     monkeypatch.setattr(AdamWRule, "kernel", lambda _: None)
     kernel, expected = trained(update)
     assert kernel == "torch"

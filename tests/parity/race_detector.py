@@ -194,8 +194,8 @@ class Detector:
 
         for chunk, table in chunks.tables.items():
             with_rows(chunk, table)
-        run.performer.update = updating(run.performer.update)
-        run.performer.settle = settling(run.performer.settle)
+        run.performer.updating.update = updating(run.performer.updating.update)
+        run.performer.updating.settle = settling(run.performer.updating.settle)
         chunks.param_on_gpu = noting(chunks.param_on_gpu, params, "slot")
         chunks.binding.unbind = noting(chunks.binding.unbind, params, "slot")
         chunks.grad_on_gpu = noting(chunks.grad_on_gpu, grads, "gradient slot")

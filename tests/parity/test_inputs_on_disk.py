@@ -38,7 +38,7 @@ import hightide
 from disk_plans import D, G, H, folder, placed
 from hightide.ir.action import Mode
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.inputs_on_disk import passing_calls, stored_bytes
+from hightide.planner.disk_inputs import passing_calls, stored_bytes
 from hightide.planner.solution import Solution
 from hightide.planner.verify.compare_records import compare
 from hightide.runtime.run import Run
@@ -222,7 +222,7 @@ def test_any_loop(loop: Any, num_buffers: int, others: tuple[tuple[str, str], ..
         model.order = list(range(9))
         gc.collect()
         train(model, optimizer, 1)  # of what was left before nothing is left
-        run.executor.settle()
+        run.executor.come_to_rest()
         assert "block inputs" not in run.host.breakdown()
         hightide.unwrap(model)
     for found in results[1:]:

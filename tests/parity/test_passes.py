@@ -206,7 +206,7 @@ def test_sums_are_rounded_once(where: str, dtype: torch.dtype, monkeypatch: pyte
         models.loss_of(pair[0], batch).backward()
         models.loss_of(alone[0], batch).backward()
     for one in (run, apart):
-        one.executor.settle()
+        one.executor.come_to_rest()
     for key, _ in pair[0].named_parameters():
         finished, whole = (one.gradients.place_of(key).peek() for one in (run, apart))
         assert torch.equal(finished.float(), whole.to(dtype).float()), key
@@ -427,7 +427,7 @@ def test_gradients_of_inputs_in_between(where: str, update: str) -> None:
     plain = trained((model, torch.optim.SGD(model.parameters(), lr=0.05)))
     ours = trained(pair)
     assert max(float((ours[key] - value).abs().max()) for key, value in plain.items()) < 1e-6
-    assert set(run.performer.num_updates.values()) == {2}
+    assert set(run.performer.updating.num_updates.values()) == {2}
 
 
 def test_parameters_in_slots_are_not_older_than_their_update() -> None:

@@ -260,7 +260,10 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"1 of {shards} files .* are missing: model-00001"):
         hightide.from_pretrained(folder)
     index.unlink()
-    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor .*not downloaded as a whole; get it again"):
+        hightide.from_pretrained(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor .*; convert it once"):
         hightide.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "elsewhere").rename(folder / "model.safetensors")

@@ -25,7 +25,7 @@ from hightide.planner import chunk_places
 from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.profiler.model.model_profile import profile_model
-from hightide.runtime.lanes import lanes
+from hightide.runtime.lanes import thread_lives
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 
@@ -280,7 +280,7 @@ def test_a_slow_lane_changes_nothing():
     for lane in (Lane.H2D, Lane.D2H, Lane.CPU):
         print(lane)  # pytest shows it where the next lines fail
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lanes, "_run", partial(run_late, lanes._run, lane, random.Random(7)))
+            patch.setattr(thread_lives, "_run", partial(run_late, thread_lives._run, lane, random.Random(7)))
             slow = run_with(name, plan, **options)
         assert_same_bits(expected, slow)
         assert_same_moments(expected, slow)
@@ -467,7 +467,7 @@ def test_what_rests_is_representable_and_frozen_parameters_have_none(where):
     for spec in run.chunks.specs:
         if spec.trainable_numel:
             if spec.index in run.flight.exits:
-                run.flight.exits[spec.index].settle()
+                run.flight.exits[spec.index].wait_through()
             value = run.chunks.grad(spec.index).view
             assert torch.equal(value.float(), value.to(BF16).float()) and value.any()
     optimizer.step()

@@ -16,7 +16,7 @@ import models
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.runtime.lanes import lanes
+from hightide.runtime.lanes import thread_lives
 
 NUM_STEPS = 2
 DELAYS_S = (0.0, 0.0, 0.001, 0.004, 0.015)
@@ -24,7 +24,7 @@ DELAYS_S = (0.0, 0.0, 0.001, 0.004, 0.015)
 
 def slow_down(patch: pytest.MonkeyPatch, lane: Lane) -> list[str]:
     """Lets the lane start late, at random. Returns a list that grows with every delayed action."""
-    run, delayed, delays = lanes._run, [], random.Random(7)
+    run, delayed, delays = thread_lives._run, [], random.Random(7)
 
     def late(task: Any, *rest: Any) -> None:
         if task.lane is lane:
@@ -32,7 +32,7 @@ def slow_down(patch: pytest.MonkeyPatch, lane: Lane) -> list[str]:
             delayed.append(task.id)
         run(task, *rest)
 
-    patch.setattr(lanes, "_run", late)
+    patch.setattr(thread_lives, "_run", late)
     return delayed
 
 

@@ -22,7 +22,7 @@ from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.optim.chunk_updates import ChunkUpdates
-from hightide.runtime.lanes import lanes
+from hightide.runtime.lanes import thread_lives
 from hightide.runtime.surgery import run_of
 
 NUM_STEPS = 4
@@ -103,14 +103,14 @@ def settled(pair: Pair) -> int:
 @pytest.fixture(autouse=True)
 def _late_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second part begins late, so that who does not wait for it is seen."""
-    run = lanes._run
+    run = thread_lives._run
 
     def late(task: Any, *rest: Any) -> None:
         if getattr(task.id, "op", None) is Op.SETTLE:
             time.sleep(0.004)
         run(task, *rest)
 
-    monkeypatch.setattr(lanes, "_run", late)
+    monkeypatch.setattr(thread_lives, "_run", late)
 
 
 def assert_same_bits(one: Any, other: Any) -> None:
@@ -295,7 +295,7 @@ def test_a_save_has_the_values_of_its_step_although_others_are_loaded_at_once(
     settles: bool, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that is saved is still making them: of its values none may be missing, whatever is slow."""
-    run = lanes._run
+    run = thread_lives._run
 
     def late(task: Any, *rest: Any) -> None:
         if getattr(task.id, "op", None) in (Op.UPDATE, Op.SETTLE):
@@ -309,7 +309,7 @@ def test_a_save_has_the_values_of_its_step_although_others_are_loaded_at_once(
         train((model, optimizer), batch)
         before = copy.deepcopy(optimizer.state_dict()), {key: one.clone() for key, one in model.state_dict().items()}
         with monkeypatch.context() as patch:
-            patch.setattr(lanes, "_run", late)
+            patch.setattr(thread_lives, "_run", late)
             models.loss_of(model, batch).backward()
             optimizer.step()
             if waits:
@@ -331,14 +331,14 @@ def test_states_are_written_after_their_parameters_and_before_their_next_gradien
 ) -> None:
     """Chunk by chunk, in the order in which the lanes begin them; that none overtakes another, streams' tests see."""
     seen: dict[int, list[Op]] = {}
-    run = lanes._run
+    run = thread_lives._run
 
     def noted(task: Any, *rest: Any) -> None:
         if getattr(task.id, "op", None) in (Op.WRITE_BACK, Op.UPDATE, Op.SETTLE):
             seen.setdefault(task.id.number, []).append(task.id.op)
         run(task, *rest)
 
-    monkeypatch.setattr(lanes, "_run", noted)
+    monkeypatch.setattr(thread_lives, "_run", noted)
     pair, batch = built(models.llama)
     later = wrapped(pair, batch, True)
     train(later, batch)

@@ -21,7 +21,7 @@ from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.runtime.lanes import lanes
+from hightide.runtime.lanes import thread_lives
 from hightide.runtime.surgery import run_of
 
 ORDER = [0, 1, 2, 3, 4]
@@ -166,13 +166,13 @@ def test_an_update_waits_for_a_gradient_that_left_off_the_plan(monkeypatch: pyte
         return hightide.unwrap(model).state_dict()
 
     expected = weights()
-    run = lanes._run
+    run = thread_lives._run
 
     def late(task: Any, *rest: Any) -> None:
         if task.lane is Lane.D2H and task.id.startswith("demand"):
             time.sleep(0.05)
         run(task, *rest)
 
-    monkeypatch.setattr(lanes, "_run", late)
+    monkeypatch.setattr(thread_lives, "_run", late)
     for name, weight in weights().items():
         assert torch.equal(weight, expected[name]), name

@@ -19,7 +19,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime import run_values as run_module
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
-from hightide.runtime.saving.kept import Kept, Stage
+from hightide.runtime.saving.kept import CopyStage, Kept
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.surgery import run_of
 from hightide.stores.ticket import Ticket
@@ -47,7 +47,7 @@ def mixed(plan: Plan) -> Plan:
 
 def watch(detector: race_detector.Detector, run: Any, patch: pytest.MonkeyPatch) -> None:
     """Uses of values on the GPU by copies and updates, and of buffers by copies and the reader."""
-    prepare, submit, take = run.performer.updates.prepare, run.lanes.submit, CopyOnUpdate.take
+    prepare, submit, take = run.performer.updating.updates.prepare, run.lanes.submit, CopyOnUpdate.take
 
     def updating(chunk: int, in_parts: bool) -> Any:
         prepared = prepare(chunk, in_parts)
@@ -65,7 +65,7 @@ def watch(detector: race_detector.Detector, run: Any, patch: pytest.MonkeyPatch)
         if not id.startswith("save."):
             return submit(id, lane, due, after, work)
         chunk, number = (int(word) for word in id.split(".")[1:])
-        saving = run.performer._saving
+        saving = run.performer.updating._saving
 
         def copy() -> int:
             kept: Kept = saving._kept[number]
@@ -79,11 +79,11 @@ def watch(detector: race_detector.Detector, run: Any, patch: pytest.MonkeyPatch)
     def taking(saving: CopyOnUpdate, number: int) -> torch.Tensor:
         values = take(saving, number)
         kept = saving._kept[number]
-        if kept.stage is Stage.ASIDE and kept.tier is Tier.GPU:
+        if kept.stage is CopyStage.ASIDE and kept.tier is Tier.GPU:
             detector.use([("buffer", values.data_ptr())], f"reading of tile {number}", writes=False)
         return values
 
-    patch.setattr(run.performer.updates, "prepare", updating)
+    patch.setattr(run.performer.updating.updates, "prepare", updating)
     patch.setattr(run.lanes, "submit", leaving)
     patch.setattr(CopyOnUpdate, "take", taking)
 

@@ -346,6 +346,31 @@ def test_a_plan_that_is_given(tmp_path: Path) -> None:
     assert logs(second) == logs(first)
 
 
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_an_optimizer_that_a_subclass_makes_by_itself(evaluates_first: bool, tmp_path: Path) -> None:
+    """As many do, for rates of their own; they ask nobody else, and the model is wrapped all the same."""
+
+    class Groups:
+        def create_optimizer(self, model: Any = None) -> Any:
+            its: Any = self
+            weights = [param for param in its.model.parameters() if param.dim() > 1]
+            norms = [param for param in its.model.parameters() if param.dim() == 1]
+            its.optimizer = torch.optim.AdamW([{"params": weights}, {"params": norms, "lr": 1e-4}], lr=3e-3, eps=1e-4)
+            return its.optimizer
+
+    class Plain(Groups, transformers.Trainer): ...
+
+    class Wrapped(Groups, hightide.Trainer): ...
+
+    plain, wrapped = plain_trainer(tmp_path / "plain", kind=Plain), trainer(tmp_path / "wrapped", kind=Wrapped)
+    for one in (plain, wrapped):
+        if evaluates_first:
+            one.evaluate()
+        one.train()
+    assert_same_logs(logs(wrapped), logs(plain))
+    assert 0 < hightide.stats(wrapped.model).peak_bytes["gpu"] <= LIMITS.gpu_bytes
+
+
 @long
 def test_a_pair_that_is_wrapped_already_and_a_model_that_is_made_anew(tmp_path: Path) -> None:
     batch = {name: value[:2] for name, value in models.token_batch(1).items()}

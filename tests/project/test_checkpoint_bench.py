@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import checkpoint
 
-from hightide.planner.predict.saving import SaveForecast
+from hightide.planner.predict.save_forecast import SaveForecast
 
 
 def test_only_its_own_folder_is_emptied(tmp_path: Path) -> None:

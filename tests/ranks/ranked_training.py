@@ -36,8 +36,8 @@ from hightide.planner.solution import Solution
 from hightide.process.system import resident_bytes
 from hightide.runtime import alike
 from hightide.runtime.chunks import moving
-from hightide.runtime.lanes.lanes import SHARER
-from hightide.runtime.schedule.performer import nothing
+from hightide.runtime.lanes.lanes import UPDATER
+from hightide.runtime.schedule.lane_work import nothing
 from hightide.runtime.surgery import run_of
 from hightide.shard import meeting
 from known_profiles import KnownProfiles
@@ -803,7 +803,7 @@ def in_memory(rank: int, world: int, gpu_bytes: int, host_bytes: int) -> dict[st
         stepping.zero_grad()
     run = run_of(wrapped)
     run.executor.wait_for_updates()
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith(SHARER)]
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith(UPDATER)]
     return {"bytes": resident_bytes() - before_bytes, "sharers": 1 + len(names), "torch": torch.get_num_threads()}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hightide.ir.machine import Machine
 from hightide.planner.one_rank import machine_of_rank
-from hightide.planner.predict.between_ranks import links_of
+from hightide.planner.predict.collective_seconds import links_of
 from started_ranks import StartedRanks
 from unit.planner.profiles import plan_with, stack
 

@@ -131,7 +131,7 @@ def test_what_its_thread_records_becomes_a_timeline(
     network: Lane, planned: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(runtime_lanes.WORKERS, network, "hightide-network")
-    lanes = runtime_lanes.Lanes(update_threads=1)
+    lanes = runtime_lanes.Lanes(num_update_threads=1)
     steps = []
     for _ in range(2):
         lanes.begin_pass()
@@ -145,7 +145,7 @@ def test_what_its_thread_records_becomes_a_timeline(
     spans = [Span(one.pass_index, one.lane, one.id, one.started_s, one.ended_s) for one in steps[-1]]
     window_s = (spans[0].start_s, spans[-1].end_s)
     schedules = {spans[0].pass_index: planned}
-    levels = tide(PROFILE, PLAN, schedules, spans, window_s[0])
+    levels = tide(PROFILE, Placement(PLAN), schedules, spans, window_s[0])
     timeline = step_timeline(PLAN, schedules, spans, window_s, SIMULATED_PARTS, levels, (0, None), "measured here")
     bars = [bar["id"] for bar in json.loads(codec.to_json(timeline))["bars"] if bar["lane"] == "network"]
     assert bars == [action.id for action in planned.lane(network)]

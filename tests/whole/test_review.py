@@ -433,7 +433,7 @@ def test_a_persistent_block_that_the_example_did_not_call_waits_for_its_update_o
         return replace(plan, blocks=tuple(blocks), num_grad_slots=4)
 
     pair = twins(LateLayer(), models.vector_batch(), edit=edit)
-    update = pair.run.performer.update
+    update = pair.run.performer.updating.update
     (late,) = [block.index for block in pair.run.profile.blocks if block.name == "layers.3"]
 
     def slow(chunk: int, *rest: Any) -> Callable[[], object]:
@@ -445,7 +445,7 @@ def test_a_persistent_block_that_the_example_did_not_call_waits_for_its_update_o
 
         return working if chunk in pair.run.chunks.by_block[late] else work
 
-    monkeypatch.setattr(pair.run.performer, "update", slow)
+    monkeypatch.setattr(pair.run.performer.updating, "update", slow)
     pair.model.late = pair.plain.late = True
     losses = [pair.step(step_on_result) for _ in range(3)]  # no look at weights between steps: it waits for updates
     for loss, expected in losses:

@@ -1,5 +1,5 @@
-"""What a user wants kept beside the model, as JSON and tensors: what schedulers, scalers and dataloaders give as
-`state_dict()`. It comes back equal, types included: tuples, integer keys, infinities, numpy's numbers.
+"""Anything that a user wants kept beside the model, as JSON and tensors: what schedulers, scalers and dataloaders give
+as `state_dict()`. It comes back equal, types included: tuples, integer keys, infinities, numpy's numbers.
 
 [Note: tagged values] What JSON has stays as it is. Everything else is a mapping of one key that begins with "$":
 {"$tuple": [...]}, {"$tensor": "extra['mean']"} for a tensor of that name in the file beside, and so on. Mappings whose

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hightide.checkpoint.files.folder import DamagedCheckpoint, manifest_of, refusal
 from hightide.checkpoint.files.manifest import FileSums, Manifest
 from hightide.checkpoint.training import OptimizerState, Training, optimizer_state, training_of, with_extra_state
-from hightide.integrations.folder import few
+from hightide.integrations.foreign_folder import few
 from hightide.integrations.model_files import (
     ADAPTER,
     MODEL,
@@ -186,7 +186,7 @@ def _of_transformers(model: nn.Module, tensors: Mapping[str, Tensor], checkpoint
 
 
 def _narrowed(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.dtype], run: Run | None) -> list[str]:
-    """Values that would be rounded. See [Note: masters of a checkpoint]."""
+    """Values that would be rounded. See [Note: masters of a checkpoint] in places.py."""
     unlike = []
     for name, dtype in stored.items():
         here = tensors[name].dtype

@@ -16,11 +16,11 @@ from torch import nn
 from hightide.checkpoint.files.folder import found
 from hightide.checkpoint.load import pair_of
 from hightide.ir.save_sizes import BLOCK_BYTES, NUM_STAGED, TILE_BYTES
-from hightide.planner.predict.saving import SaveForecast
+from hightide.planner.predict.save_forecast import SaveForecast
 from hightide.planner.solution import Searched
 from hightide.runtime.run import Run
 from hightide.runtime.saving.save_memory import make_ready
-from hightide.stores.disk_file import Buffer, DiskFile, open_disk_file
+from hightide.stores.disk_file import DiskFile, PageBuffer, open_disk_file
 from hightide.stores.host_arena import HostArena
 from hightide.stores.threads import background
 
@@ -51,8 +51,8 @@ def prepare_saves(model: nn.Module, folder: str | os.PathLike[str] | None = None
     told = run.save_forecast
     knows_less = told is not None and told.num_bytes >= LEAST_BYTES and told.speed_source in ("assumed", "estimated")
     speed = _speed(Path(folder)) if folder is not None and knows_less else None
-    run.when_settled = partial(_prepare, weakref.ref(run), speed)  # another plan has other memory
-    run.when_settled()
+    run.when_memory_is_fixed = partial(_prepare, weakref.ref(run), speed)  # another plan has other memory
+    run.when_memory_is_fixed()
     return run.save_forecast
 
 
@@ -122,7 +122,7 @@ def _tried(folder: Path) -> tuple[float, str] | None:
 
 def _written_per_s(file: DiskFile) -> float:
     failed: list[OSError] = []
-    block = Buffer(BLOCK_BYTES)
+    block = PageBuffer(BLOCK_BYTES)
     block.memory[:] = os.urandom(BLOCK_BYTES)
     places, lock, written = iter(range(0, TRY_BYTES, BLOCK_BYTES)), threading.Lock(), 0
     began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the moment of a save: where each of them is, and whether all mean the same."""
+"""At the moment of a save ranks tell each other where each of them is, and whether all mean the same."""
 
 from __future__ import annotations
 

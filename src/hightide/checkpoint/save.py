@@ -29,7 +29,7 @@ from hightide.checkpoint.ranked_training import Prepared, own_state, prepared_by
 from hightide.checkpoint.saving import OnError, Saving, await_turn
 from hightide.checkpoint.shared_content import SharedContent
 from hightide.checkpoint.training import TRAINING, OfRank, Training, taken, to_files
-from hightide.checkpoint.writing import Content, Values
+from hightide.checkpoint.writing import Content, SavedValues
 from hightide.integrations.model_files import model_files, tensors_of
 from hightide.ir.plan import Plan, Update
 from hightide.ir.refusal import Refused
@@ -198,7 +198,7 @@ def _with_ranks(found: Prepared, ranks: Sequence[OfRank], collectives: Collectiv
 
 def _moment(run: Run | None) -> tuple[int, bool]:
     """Values belong to one, and so does all that is taken with them."""
-    updates = None if run is None else run.performer.updates
+    updates = None if run is None else run.performer.updating.updates
     if run is None or updates is None:
         return 0, False
     number, is_issuing = updates.moment
@@ -274,7 +274,7 @@ def _content(
     def wanted(key: str, kind: str) -> bool:
         return key in written if kind == PARAM else optimizer is not None
 
-    values: Values = PlainValues(model, optimizer, wanted) if run is None else run.snapshot(wanted)
+    values: SavedValues = PlainValues(model, optimizer, wanted) if run is None else run.snapshot(wanted)
     plan = None if run is None else run.plan
     small = {**form.files, **files.small, TRAINING: text}
     return Content(model, values, files, buffers, small, plan, kept, facts, form.keep, form.keep_every)

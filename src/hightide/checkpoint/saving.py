@@ -22,7 +22,7 @@ import torch
 
 from hightide.ir.foreign import shown
 from hightide.ir.refusal import Refused
-from hightide.planner.predict.saving import SaveForecast
+from hightide.planner.predict.save_forecast import SaveForecast
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
 from hightide.runtime.saving.saved_tensor import SaveCost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hightide.checkpoint.files.checked import DamagedFile
-from hightide.checkpoint.files.folder import latest, refusal
+from hightide.checkpoint.files.folder import found, refusal
 from hightide.checkpoint.files.manifest import NAME
-from hightide.checkpoint.files.names import parse_name
+from hightide.checkpoint.files.names import GONE, TMP, parse_name
 from hightide.checkpoint.files.verified import verified_tensors
 from hightide.checkpoint.fitting import OF_MASTERS, OPTIMIZER, Checkpoint, StateKey
 from hightide.checkpoint.training import STEP, Group, OptimizerState
@@ -65,28 +66,35 @@ def state_of(saved: OptimizerState, name: str, states: Mapping[str, Mapping[str,
 
 
 def chosen(path: Path) -> Path:
-    """A checkpoint, or the newest whole one of a folder of them."""
+    """A checkpoint, or the newest whole one of a folder of them. Newer ones that are damaged are told: with each of
+    them steps are lost. A save that was cut off never was one."""
     if (path / NAME).exists():
         return path
-    newest = latest(path)
-    if newest is None and path.is_dir() and parse_name(path.name) is not None:
+    there = [one for one in reversed(found(path)) if one.path.suffix not in (TMP, GONE)]
+    newest = next((index for index, one in enumerate(there) if one.is_whole), None)
+    if newest is not None:
+        for one in there[:newest]:
+            warnings.warn(
+                f"{shown(one.path)} is damaged: {shown(one.problem)}; {shown(there[newest].path)} is taken instead",
+                stacklevel=3,
+            )
+        return there[newest].path
+    if there:
+        raise refusal(there[0].path, shown(there[0].problem))
+    if path.is_dir() and parse_name(path.name) is not None:
         raise refusal(path, f"it has no {NAME}")
-    if newest is None:
-        raise ValueError(
-            f"there is no whole checkpoint in {shown(path)}; name a folder in which hightide.save has saved"
-        )
-    return newest
+    raise ValueError(f"there is no whole checkpoint in {shown(path)}; name a folder in which hightide.save has saved")
 
 
 def load_torch_file(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> dict[str, Any]:
     """State dicts in a file of torch.save: of the model alone, or of both under the usual names. Returns what else is
     there. Nothing in it is run: only tensors and plain values are read."""
-    found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    if not isinstance(found, dict):
-        raise ValueError(f"{shown(path)} is {kind_of(found)}; save state dicts: torch.save({{'model': ...}}, ...)")
-    key = next((key for key in MODEL_KEYS if isinstance(found.get(key), dict)), None)
-    states = next((found.pop(key) for key in OPTIMIZER_KEYS if isinstance(found.get(key), dict)), None)
-    values, rest = (found, {}) if key is None else (found.pop(key), found)
+    saved = _unpickled(path)
+    if not isinstance(saved, dict):
+        raise ValueError(f"{shown(path)} is {kind_of(saved)}; save state dicts: torch.save({{'model': ...}}, ...)")
+    key = next((key for key in MODEL_KEYS if isinstance(saved.get(key), dict)), None)
+    states = next((saved.pop(key) for key in OPTIMIZER_KEYS if isinstance(saved.get(key), dict)), None)
+    values, rest = (saved, {}) if key is None else (saved.pop(key), saved)
     if optimizer is not None and states is None:
         raise ValueError(
             f"{shown(path)} has no state of an optimizer (under {' or '.join(map(repr, OPTIMIZER_KEYS))}); load the "
@@ -101,3 +109,16 @@ def load_torch_file(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
         assert states is not None
         optimizer.load_state_dict(states)
     return rest
+
+
+def _unpickled(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # of torch, which advises to run what is in it, or does not name the file
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        raise ValueError(
+            f"{shown(path)} is damaged, or holds more than tensors and plain values, which is all that is read "
+            "(weights_only=True): save state dicts, torch.save({'model': model.state_dict(), 'optimizer': "
+            "optimizer.state_dict()}, ...), or get it again"
+        ) from error

@@ -1,4 +1,4 @@
-"""What a checkpoint has beside values of parameters and states: where training is. All of it is small, and is taken at
+"""Where training is: what a checkpoint has beside values of parameters and states. All of it is small, and is taken at
 the moment of the call."""
 
 from __future__ import annotations
@@ -186,13 +186,13 @@ def to_files(training: Training) -> tuple[bytes, dict[str, Tensor]]:
 def read_training(path: str | Path) -> Training:
     """Of one checkpoint: needs no model. ValueError for one that is damaged."""
     path = Path(path)
-    return training_of(path, folder.manifest_of(path))
+    return training_of(path, folder.whole_manifest_of(path))
 
 
 def read_plan(path: str | Path) -> Plan | None:
     """The one that a checkpoint was made under; None: plain PyTorch."""
     path = Path(path)
-    manifest = folder.manifest_of(path)
+    manifest = folder.whole_manifest_of(path)
     if all(file.name != PLAN for file in manifest.files):
         return None
     try:

@@ -26,7 +26,7 @@ from hightide.process.interrupts import safe_point
 from hightide.runtime.saving.saved_tensor import PARAM, SaveCost, SavedTensor
 
 
-class Values(Protocol):
+class SavedValues(Protocol):
     """A run's Snapshot, or plain tensors."""
 
     @property
@@ -49,7 +49,7 @@ class Content:
     """All of a checkpoint: what is small, as it was at the call, and where the values come from."""
 
     model: nn.Module  # it lives until it is saved, whoever drops it
-    values: Values
+    values: SavedValues
     files: ModelFiles
     buffers: Mapping[str, Tensor]
     small: Mapping[str, bytes]
@@ -114,9 +114,8 @@ class Content:
 
 def _write_tensors(writer: CheckpointWriter, name: str, tensors: Mapping[str, Tensor]) -> None:
     """A small file of them."""
-    ordered = sorted(
-        tensors.items(), key=lambda one: -one[1].dtype.itemsize
-    )  # each at a multiple of its element's size
+    # Each at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize)
     file = writer.tensors(name, [Entry(key, value.dtype, tuple(value.shape)) for key, value in ordered])
     for _, value in ordered:
         file.put(value.contiguous().view(-1))

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 
 from hightide.cli.chosen_machine import MachineOption, chosen_machine
+from hightide.cli.library_advice import errors_only
 from hightide.cli.plan_text import show
-from hightide.cli.quiet import errors_only
 from hightide.cli.target import check_target, writing
 from hightide.cli.tide_page import HtmlOption, save_page
 from hightide.cli.workload import (
@@ -50,7 +50,7 @@ from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.predict.wear import parse_rating
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.calls import in_calls, leanest_cuts, search_calls
-from hightide.planner.search.groups import search_groups
+from hightide.planner.search.replicas import search_groups
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
 from hightide.process.system import HEADROOM

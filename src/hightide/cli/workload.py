@@ -19,7 +19,7 @@ import typer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hightide.integrations.folder import CONFIG
+from hightide.integrations.foreign_folder import CONFIG
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.integrations.shapes import (
     SHAPES,

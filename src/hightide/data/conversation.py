@@ -3,7 +3,8 @@
 [Note: what the assistant says] A template may mark it itself ({% generation %}), and then it is asked. Most do not:
 then the conversation is written up to each of the assistant's turns, with the words that begin one, and up to its end.
 Where both are beginnings of the whole, what lies between them is the turn. Templates that write earlier turns in
-another way later (without their thoughts, say) are found out by that, and refused."""
+another way later (without their thoughts, say) are found out by that. There a turn is its content with what ended it,
+if both follow the words that begin one; else it is refused."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ TOOLS, TOOL_CALLS = "tools", "tool_calls"
 _ASKS_DATE = "strftime_now"  # what transformers lets templates call
 # A template that writes each part of a content by its type. Others write text that is given as one.
 _PARTS = re.compile(r"""(\[["']type["']\]|\.type)\s*==\s*["']text["']""")
+# A template that writes what a function is called with as JSON: text that is JSON already would get quotes around it.
+_WRITES_JSON = re.compile(r"""arguments["'\]\s]*\|\s*tojson""")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -34,6 +37,7 @@ class Conversations:
             self._given[_ASKS_DATE] = today.strftime
         self._has_template, self._writes_tools = template is not None, TOOLS in str(template)
         self._writes_calls = TOOL_CALLS in str(template)
+        self._writes_json = _WRITES_JSON.search(str(template)) is not None
         self._looks_into_parts = _PARTS.search(str(template)) is not None
         self._is_marked = isinstance(template, str) and _MARKED.search(template) is not None
 
@@ -51,6 +55,8 @@ class Conversations:
                 f"{where}: a message has {TOOL_CALLS}, and the chat template writes none; take a model whose template "
                 "does, or leave such rows out"
             )
+        if self._writes_json:
+            turns = [_with_mappings(turn) for turn in turns]
         if not self._looks_into_parts:
             turns = _as_text(turns, where)
         self._given[TOOLS] = _checked_tools(tools, where)
@@ -95,8 +101,10 @@ class Conversations:
         for index, turn in enumerate(turns):
             if turn["role"] != ASSISTANT:
                 continue
-            before = self._written(turns[:index], where, begins_turn=True) if index else ""
+            before = self._written(turns[:index], where, begins_turn=True) if index else self._begin(turns, text, where)
             behind = self._written(turns[: index + 1], where) if index + 1 < len(turns) else text
+            if not text.startswith(behind) and (ended := _with_its_end(turn["content"], behind)):
+                behind = before + ended
             if not behind.startswith(before) or not text.startswith(behind):
                 raise ValueError(
                     f"{where}: the chat template writes turn {index + 1} in another way when more follow, so what the "
@@ -105,6 +113,12 @@ class Conversations:
                 )
             spans.append((len(before), len(behind)))
         return spans
+
+    def _begin(self, turns: list[dict[str, Any]], text: str, where: str) -> str:
+        """Up to the words that begin the first turn, which is the assistant's: those that a second one would have."""
+        alone, begun = self._written(turns[:1], where), self._written(turns[:1], where, begins_turn=True)
+        words = begun.removeprefix(alone)
+        return text[: text.find(words) + len(words)] if words in text else ""
 
     def _between(self, text: str, spans: list[tuple[int, int]], where: str) -> tuple[list[int], list[bool]]:
         if not getattr(self._tokenizer, "is_fast", False):
@@ -146,16 +160,50 @@ def _checked(messages: object, where: str) -> list[dict[str, Any]]:
             raise ValueError(f"{where}: messages are {quoted(messages)}, which is no JSON list of turns") from error
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'{where}: messages are {quoted(messages)}; they must be a list of {{"role", "content"}}')
-    for turn in messages:
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or "content" not in turn:
-            raise ValueError(f"{where}: a message is {quoted(turn)}; each has a role and a content")
+    turns = [_without_nulls(turn, where) for turn in messages]
+    for turn in turns:
         if turn["content"] is None and not turn.get(TOOL_CALLS):  # templates write it as the word None
             raise ValueError(
                 f"{where}: the content of a message of role {quoted(turn['role'])} is null; give it a text"
             )
         if turn["content"] is not None and not isinstance(turn["content"], str | list):
             raise ValueError(f"{where}: the content of a message is {quoted(turn['content'])}; it must be text")
-    return messages
+    return turns
+
+
+def _without_nulls(turn: object, where: str) -> dict[str, Any]:
+    """A key without a value is as if it were not there: templates ask whether it is."""
+    has_content = isinstance(turn, dict) and ("content" in turn or bool(turn.get(TOOL_CALLS)))
+    if not isinstance(turn, dict) or not has_content or not isinstance(turn.get("role"), str):
+        raise ValueError(f"{where}: a message is {quoted(turn)}; each has a role and a content")
+    return {"content": None} | {name: value for name, value in turn.items() if value is not None}
+
+
+def _with_mappings(turn: dict[str, Any]) -> dict[str, Any]:
+    """With what functions are called with as mappings. Some APIs give them as JSON."""
+    calls = turn.get(TOOL_CALLS)
+    return {**turn, TOOL_CALLS: [_with_mapping(call) for call in calls]} if isinstance(calls, list) else turn
+
+
+def _with_mapping(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if "function" in call:
+        return {**call, "function": _with_mapping(call["function"])}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    try:
+        given = json.loads(call["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "arguments": given} if isinstance(given, dict) else call
+
+
+def _with_its_end(content: object, written: str) -> str:
+    """Of a turn that was written last: its content, with what follows it there. Nothing where this is not known."""
+    words = content.strip() if isinstance(content, str) else ""
+    _, found, end = written.rpartition(words) if words else ("", "", "")
+    return words + end if found and end else ""
 
 
 def _as_text(turns: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:

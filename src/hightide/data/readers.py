@@ -24,11 +24,15 @@ TEXT_FILES = (".txt", ".py", ".md")
 KNOWN = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 ROW_FILES = (".jsonl", ".ndjson", ".csv", ".parquet")  # of a folder not read, which is told
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
+COMPRESSED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
+GZIP_BEGINS = b"\x1f\x8b"
+LFS_BEGINS = b"version https://git-lfs.github.com/"
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # of a folder of text files
 PIECE_BYTES = 1 << 20  # of a text file, about
 CHARACTER_BYTES = 4  # of UTF-8, at most
 MAX_ROW_BYTES = 1 << 28  # of a line
 ROWS_AT_ONCE = 1000
+NEVER_FILL = ("role", "content")  # each message has them: what is missing there is told
 
 Progress = Callable[[float], None]  # the share that is read
 
@@ -59,6 +63,8 @@ def read_rows(path: Path, progress: Progress, most_bytes: int | None = None) -> 
         return _parquet(path, progress)
     if kind in TEXT_FILES:
         return _text_files([path], progress, most_bytes)
+    if kind in COMPRESSED:
+        raise ValueError(f"{shown(path)} is compressed: {COMPRESSED[kind]} it first")
     raise ValueError(
         f"{shown(path)} is of no known format; data are {', '.join(KNOWN)} files or a folder that "
         "datasets.Dataset.save_to_disk wrote: rename or convert it"
@@ -68,6 +74,11 @@ def read_rows(path: Path, progress: Progress, most_bytes: int | None = None) -> 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader]:
     with open_regular(path, "data file") as raw, open(raw.fileno(), "rb", closefd=False) as file:
+        begins = file.peek(len(LFS_BEGINS))
+        if begins.startswith(GZIP_BEGINS):
+            raise ValueError(f"{shown(path)} is compressed: gunzip it first, it lacks the ending .gz")
+        if begins.startswith(LFS_BEGINS):  # as text it would be learned
+            raise ValueError(f"{shown(path)} is a pointer of Git LFS, without the file itself; get it: git lfs pull")
         yield file
 
 
@@ -186,6 +197,8 @@ def _parsed(text: str, where: str) -> Any:
         raise ValueError(f"{where}: {error}") from None
     except RecursionError:
         raise ValueError(f"{where}: it is nested too deeply; correct it") from None
+    except ValueError:  # of int
+        raise ValueError(f"{where}: it has a number of thousands of digits; correct it") from None
 
 
 class _Twice(Exception):
@@ -209,8 +222,12 @@ def _row(data: object, where: str) -> Row:
 def _json(path: Path, progress: Progress) -> Iterator[Row]:
     """A list of rows; or rows one per line, which is often called .json too."""
     with _opened(path) as file:
-        start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    if start == b"{":
+        start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if start[:1] == b"{":
+        if start[1:].lstrip(b" \t")[:1] in (b"\r", b"\n"):
+            raise ValueError(
+                f"{shown(path)} holds one mapping over several lines; it must be a list of rows, or one row per line"
+            )
         yield from _json_lines(path, progress)
         return
     with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
@@ -224,6 +241,8 @@ def _json(path: Path, progress: Progress) -> Iterator[Row]:
             raise ValueError(f"{shown(path)} is not UTF-8 text ({error.reason}); convert it") from error
         except RecursionError:
             raise ValueError(f"{shown(path)} is nested too deeply; it holds no rows") from None
+        except ValueError:  # of int
+            raise ValueError(f"{shown(path)} has a number of thousands of digits; correct it") from None
     if not isinstance(rows, list):
         raise ValueError(f"{shown(path)} holds {quoted(rows)}; it must be a list of rows, or one row per line")
     for number, data in enumerate(rows, 1):
@@ -277,10 +296,20 @@ def _parquet(path: Path, progress: Progress) -> Iterator[Row]:
         raise ValueError(f"{shown(path)} is no Parquet file: {shown(error)}; get it again") from error
     with file:
         total, number = max(1, file.metadata.num_rows), 0
-        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-            for values in batch.to_pylist():
+        batches = file.iter_batches(batch_size=ROWS_AT_ONCE)
+        while True:
+            try:
+                rows = next(batches, None)
+                values = [] if rows is None else rows.to_pylist()
+            except (ArrowInvalid, OSError) as error:
+                raise ValueError(
+                    f"{shown(path)} is damaged behind row {number}: {shown(_first_line(error))}; get it again"
+                ) from error
+            if rows is None:
+                return
+            for row in values:
                 number += 1
-                yield Row(f"{shown(path)}, row {number}", values)
+                yield Row(f"{shown(path)}, row {number}", _without_fill(row))
             progress(number / total)
 
 
@@ -297,9 +326,26 @@ def _saved_by_datasets(folder: Path, progress: Progress) -> Iterator[Row]:
         names = ", ".join(data)
         first = next(iter(data), "train")
         raise ValueError(f"{shown(folder)} has several parts ({names}); name one of them: {shown(folder / first)}")
+    data = data.with_format(None)  # one of tensors, or of some columns, may have been saved with it
     for start in range(0, len(data), ROWS_AT_ONCE):
         columns = data[start : start + ROWS_AT_ONCE]
         for index in range(len(next(iter(columns.values()), []))):
             values = {name: column[index] for name, column in columns.items()}
-            yield Row(f"{shown(folder)}, row {start + index + 1}", values)
+            yield Row(f"{shown(folder)}, row {start + index + 1}", _without_fill(values))
         progress(min(1.0, (start + ROWS_AT_ONCE) / len(data)))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _without_fill(row: dict[str, Any]) -> dict[str, Any]:
+    """Tables have one set of keys for all mappings of a column: each mapping has the keys of all others too, without
+    values. They are not of the data, and templates would write them."""
+    return {name: _as_given(value) for name, value in row.items()}
+
+
+def _as_given(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_given(one) for name, one in value.items() if one is not None or name in NEVER_FILL}
+    return [_as_given(one) for one in value] if isinstance(value, list) else value

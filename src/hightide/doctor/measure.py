@@ -120,7 +120,7 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
             return host.view(host.allocate(numel * dtype.itemsize, "update"), dtype)
 
         operands = update_arrays(effort.update_numel, array)
-        update = UpdateWork(operands, lanes.sharers)
+        update = UpdateWork(operands, lanes.update_threads)
         works: dict[Lane, Work] = {**links, Lane.CPU: update}
 
         def speeds(*busy: Lane) -> Speeds:
@@ -180,7 +180,7 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
 
 def _first_part(lanes: Lanes, operands: Operands, window_s: float) -> float:
     """See Machine. By turns: how fast memory is changes."""
-    whole, first = (UpdateWork(operands, lanes.sharers, part=part) for part in (Part.WHOLE, Part.PARAMS))
+    whole, first = (UpdateWork(operands, lanes.update_threads, part=part) for part in (Part.WHOLE, Part.PARAMS))
     shares = []
     for _ in range(NUM_TURNS):
         whole_pace, first_pace = (measure_together(lanes, {Lane.CPU: work}, window_s) for work in (whole, first))

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hightide.doctor.pace import Piece
-from hightide.stores.disk_file import SECTOR_BYTES, Buffer, DiskFile, open_disk_file
+from hightide.stores.disk_file import SECTOR_BYTES, DiskFile, PageBuffer, open_disk_file
 
 STAMP_BYTES = 8  # each written request begins with its own offset
 LARGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Requests:
+class OffsetQueue:
     """What threads take one after the other. Reads begin again at the end; writes are done once."""
 
     offsets: Sequence[int]
@@ -33,15 +33,15 @@ class Requests:
 
 def in_order(
     start: int, num_bytes: int, is_write: bool, num_threads: int, request_bytes: int = LARGE_BYTES
-) -> Requests:
-    return Requests(range(start, start + num_bytes, request_bytes), request_bytes, is_write, num_threads)
+) -> OffsetQueue:
+    return OffsetQueue(range(start, start + num_bytes, request_bytes), request_bytes, is_write, num_threads)
 
 
-def scattered(within_bytes: int, num_bytes: int, request_bytes: int, is_write: bool, num_threads: int) -> Requests:
+def scattered(within_bytes: int, num_bytes: int, request_bytes: int, is_write: bool, num_threads: int) -> OffsetQueue:
     """So many bytes of requests, anywhere in the file's beginning, none twice."""
     places = range(within_bytes // request_bytes)
     chosen = random.Random(0).sample(places, min(len(places), num_bytes // request_bytes))
-    return Requests([place * request_bytes for place in chosen], request_bytes, is_write, num_threads)
+    return OffsetQueue([place * request_bytes for place in chosen], request_bytes, is_write, num_threads)
 
 
 def rate(done: Sequence[Piece], begin: float = 0.0) -> float:
@@ -61,7 +61,7 @@ class ScratchFile:
     def is_direct(self) -> bool:
         return self._file.is_direct
 
-    def run(self, seconds: float, *streams: Requests) -> list[list[Piece]]:
+    def run(self, seconds: float, *streams: OffsetQueue) -> list[list[Piece]]:
         """Does each stream's requests at the same time as the others', until one has none left or the time is over."""
         ends = _Ends(time.perf_counter() + seconds)
         self._file.forget_cached()
@@ -77,7 +77,7 @@ class ScratchFile:
 
     def verify(self, offsets: Sequence[int]) -> None:
         """Compares large requests with what was written, byte by byte."""
-        buffer = Buffer(LARGE_BYTES)
+        buffer = PageBuffer(LARGE_BYTES)
         for offset in offsets:
             self._file.transfer(buffer.address, offset, LARGE_BYTES, is_write=False)
             found = buffer.memory
@@ -88,8 +88,8 @@ class ScratchFile:
                     "do not use this disk, and look at the system's log"
                 )
 
-    def _work(self, stream: Requests, offsets: _Offsets, ends: _Ends) -> list[Piece]:
-        buffer = Buffer(stream.request_bytes)
+    def _work(self, stream: OffsetQueue, offsets: _Offsets, ends: _Ends) -> list[Piece]:
+        buffer = PageBuffer(stream.request_bytes)
         buffer.memory[:] = self._noise[: stream.request_bytes]
         done: list[Piece] = []
         while not ends.at_once.is_set() and not (done and ends.is_over()):  # at least one, however slow the disk is
@@ -122,7 +122,7 @@ class _Ends:
 
 
 class _Offsets:
-    def __init__(self, stream: Requests) -> None:
+    def __init__(self, stream: OffsetQueue) -> None:
         self._lock = threading.Lock()
         self._left = iter(stream.offsets) if stream.is_write else itertools.cycle(stream.offsets)
 

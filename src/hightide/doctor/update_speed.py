@@ -44,13 +44,13 @@ class UpdateWork:
     def __init__(
         self,
         operands: Operands,
-        sharers: UpdateThreads,
+        update_threads: UpdateThreads,
         kernel: str | None = None,
         tile_numel: int | None = None,
         part: Part = Part.WHOLE,
     ) -> None:
         self._operands, self._part = operands, part
-        self._update = HostUpdate(AdamWRule(), sharers, kernel, tile_numel)
+        self._update = HostUpdate(AdamWRule(), update_threads, kernel, tile_numel)
         self.num_updates = 0
 
     @property

@@ -1,4 +1,4 @@
-"""What a model's folder holds: the files that its library would write, and under which names values lie in them.
+"""Files of a model's folder: those that its library would write, and under which names values lie in them.
 
 [Note: asking the library] What transformers and PEFT call tensors in files, which of several tied names they write,
 which tensors they cut or join on the way and what lies beside them is their own knowledge, and is asked of them: with

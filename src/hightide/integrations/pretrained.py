@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hightide.integrations.folder import (
+from hightide.integrations.foreign_folder import (
     CONFIG,
     blaming,
     check_folder,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.integrations.folder import CONFIG, blaming, class_of, import_transformers, read_config
+from hightide.integrations.foreign_folder import CONFIG, blaming, class_of, import_transformers, read_config
 from hightide.integrations.pretrained import build_without_values
 from hightide.ir.foreign import quoted, shown
 

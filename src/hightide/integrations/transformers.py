@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -13,13 +13,11 @@ from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.profiler.model.call_tree import Batch, call_arguments
 from hightide.profiler.switches import checkpointing
 from hightide.profiler.switches.caches import PRETRAINED
-from hightide.profiler.switches.packing import plain_positions
+from hightide.profiler.switches.packed_positions import plain_positions
+from hightide.runtime.surroundings import AroundCall
 
 # Arguments of a call that say nothing about positions.
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "logits_to_keep", "num_items_in_batch", "return_dict", "use_cache"}
-
-
-AroundCall = Callable[[tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[None]]
 
 
 def around_call(model: nn.Module) -> AroundCall | None:

@@ -113,17 +113,12 @@ class CallSpec:
     new_inputs: Affine  # input tensors that no earlier call produced or received (made by glue code), whole batch
     saved_inputs: Affine  # input tensors that carry gradients: what a "checkpoint" of this call is, whole batch
     outputs: Affine  # output tensors, whole batch
-    forward_peak: (
-        Affine  # most bytes alive inside forward beyond inputs and outputs, for one micro-batch, without graph
-    )
+    forward_peak: Affine  # most bytes alive in forward beyond inputs and outputs, of one micro-batch, without graph
     kept: Affine  # bytes that the graph of one micro-batch keeps from forward to backward beyond inputs
-    backward_peak: (
-        Affine  # most bytes alive in recompute + backward of one micro-batch, beyond inputs, outputs' gradients
-    )
+    backward_peak: Affine  # most bytes alive in recompute + backward of one, beyond inputs, outputs' gradients
     input_grads: Affine  # gradients of inputs, whole batch
-    tapped: Affine = (
-        Affine()
-    )  # what leaves the block by another way than its result, whole batch, until the block runs again
+    # What leaves the block by another way than its result, whole batch, until the block runs again.
+    tapped: Affine = Affine()
     num_saved: int = 1  # how many tensors `saved_inputs` are
     holes: Affine = Affine()  # what torch reserves on a GPU beyond that, for a micro-batch that runs eagerly
     num_kept: int = 16  # how many tensors the graph of one micro-batch keeps, at most

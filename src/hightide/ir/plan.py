@@ -26,9 +26,8 @@ class Update(StrEnum):
     """When the optimizer's update of a block runs."""
 
     DEFERRED = "deferred"  # begins at step(), runs beside the next forward; clipping and accumulation are exact
-    IN_BACKWARD = (
-        "in_backward"  # as soon as the gradient is final; the user promises one step per backward, no clipping
-    )
+    # As soon as the gradient is final; the user promises one step per backward, no clipping.
+    IN_BACKWARD = "in_backward"
 
 
 class GradientDtype(StrEnum):
@@ -141,7 +140,7 @@ class Plan(Shared):
     num_read_buffers: int = 0  # of what comes from the disk for the GPU
     num_grad_buffers: int = 0  # of gradients that do not park
     num_state_buffers: int = 0  # of what an update reads from the disk and writes to it
-    num_input_buffers: int = 0  # of block inputs on their way to the disk and back: planner/inputs_on_disk.py
+    num_input_buffers: int = 0  # of block inputs on their way to the disk and back: planner/disk_inputs.py
     ranks: int = 1  # processes, with a GPU and a batch each; the plan is the same for all, within the limits of one
     # Groups of ranks, one or several nodes each, that have a copy of everything: shards are of one group. 1: of all
     replicas: int = 1

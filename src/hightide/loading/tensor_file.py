@@ -44,6 +44,7 @@ MAX_HEADER_BYTES = MAX_FILE_BYTES  # real ones have some 100 bytes a tensor
 MAX_DIMS = 64  # as torch
 METADATA, ENTRY = "__metadata__", {"dtype", "shape", "data_offsets"}
 WHAT = "file of tensors"
+LFS_BEGINS = b"version "  # of a pointer of Git LFS: a repository that was cloned without it has those
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,10 @@ def read_header(path: Path, dtypes: Mapping[str, torch.dtype] = DTYPES) -> dict[
     hole and without overlapping."""
     with open_regular(path, WHAT) as raw, io.BufferedReader(raw) as file:  # type: ignore[type-var]
         size = os.fstat(raw.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if first == LFS_BEGINS:
+            raise ValueError(f"{shown(path)} is a pointer of Git LFS, without the file itself; get it: git lfs pull")
         if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(
                 f"{shown(path)} ({size} bytes) is no safetensors file, or it is damaged: its header would have "

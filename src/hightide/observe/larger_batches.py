@@ -19,8 +19,8 @@ from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.observe.watch import Watch
+from hightide.planner.disk_inputs import buffer_bytes, stored_bytes
 from hightide.planner.infeasible import InfeasiblePlan, TooFewSlots
-from hightide.planner.inputs_on_disk import buffer_bytes, stored_bytes
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import needed_bytes
 from hightide.planner.problem import Problem
@@ -171,7 +171,7 @@ class LargerBatches:
         tell("searching for a plan")
         try:
             found = self._searched(profile)
-            check_room(self._run.plan)
+            check_room(self._run)
             return found
         except InfeasiblePlan as refusal:
             raise RefusedArgument(
@@ -329,7 +329,7 @@ class LargerBatches:
             self._kept_bytes = min(low + max(1, missing) * 2**number, (low + high) // 2)
             try:
                 found = self._searched(self._profiles[0])
-                check_room(self._run.plan)
+                check_room(self._run)
             except InfeasiblePlan:
                 high = self._kept_bytes
                 continue

@@ -34,7 +34,7 @@ def no_room(run: Run) -> str:
     """Why nobody moves: the host of this rank, or of another, has no memory for it. "": all have. All ranks ask."""
     problem = ""
     try:
-        check_room(run.plan)
+        check_room(run)
     except InfeasiblePlan as refusal:
         problem = str(refusal)
     anywhere = run.any_rank("no room to move to another plan", bool(problem))

@@ -17,7 +17,7 @@ import torch
 from hightide.ir.action import Op, Schedule
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Level, MemoryPart, Timeline
-from hightide.observe.light import light_s_of
+from hightide.observe.speed_of_light import light_s_of
 from hightide.planner.predict.simulator import Span
 from hightide.planner.predict.tide import base_parts, step_timeline
 from hightide.planner.verify.compare_records import compare
@@ -165,7 +165,7 @@ def _levels(
     run: Run, schedule: Schedule, done: list[tuple[Span, tuple[int, int] | None]], begin_s: float
 ) -> tuple[Level, ...]:
     """What the GPU holds is known at both ends of each tick, and drawn as if nothing happened in between."""
-    base = base_parts(run.plan, schedule.gpu_base_bytes)
+    base = base_parts(run.solution.placement, schedule.gpu_base_bytes)
     fixed = tuple(base[part] for part in PARTS if part is not MemoryPart.REST)
     samples = [
         sample

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hightide.ir.plan import Forecast, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
-from hightide.observe.light import light_s_of
+from hightide.observe.speed_of_light import light_s_of
 from hightide.planner.predict.wear import Wear, in_words, wear
 from hightide.runtime.run import Run
 
@@ -126,7 +126,7 @@ def read_stats(run: Run) -> Stats:
         stall_s={str(lane): seconds for lane, seconds in run.flight.stall_s.items()},
         evictions=run.performer.num_evictions,
         deviations=run.executor.num_deviations,
-        update_kernel=run.performer.updates.kernel if run.performer.updates is not None else "",
+        update_kernel=run.performer.updating.updates.kernel if run.performer.updating.updates is not None else "",
         light_s=light_s_of(run, run.work.last_step),
         extra_hook_calls=sum(hooks.num_extra_calls for hooks in run.inner_hooks.values()),
         save_peak_bytes=run.host.peak_lent_bytes,

@@ -231,7 +231,7 @@ class Watch:
         )
         try:
             found = search(corrected.problem)
-            check_room(self._run.plan)
+            check_room(self._run)
         except InfeasiblePlan as refusal:
             message = f"{refusal}"
             if corrected.kept_free_bytes:
@@ -305,7 +305,7 @@ class Watch:
         present_s = forecast(corrected, self._solution.placement, self._solution.passes).step_s
         found = search(corrected)
         try:
-            check_room(self._run.plan)
+            check_room(self._run)
         except InfeasiblePlan as refusal:
             warnings.warn(f"{reason}. The plan stays: {refusal}", stacklevel=3)
             return None

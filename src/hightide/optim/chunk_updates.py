@@ -29,7 +29,7 @@ from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.gradients.factors import Factor, HostNumber
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.lanes.update_threads import UpdateThreads
-from hightide.runtime.schedule.disk_performer import LaneWork
+from hightide.runtime.schedule.lane_work import LaneWork
 from hightide.stores.array import Array
 
 BROKEN_PROMISE = (
@@ -62,15 +62,15 @@ class ChunkUpdates:
         groups: Groups,
         chunks: Chunks,
         gradients: Gradients,
-        sharers: UpdateThreads,
-        settle: Callable[[str], object],
+        update_threads: UpdateThreads,
+        await_states: Callable[[str], object],
     ) -> None:
-        """`settle`: see LentCopies."""
+        """`await_states`: see LentCopies."""
         self._rule, self._groups = rule, groups
         self._chunks, self._gradients = chunks, gradients
-        self.moments = Moments(rule, chunks, settle)
+        self.moments = Moments(rule, chunks, await_states)
         self.masters_differ = False  # from the parameters' values: there was an update, or masters were loaded
-        self._on_host = HostUpdate(rule, sharers)
+        self._on_host = HostUpdate(rule, update_threads)
         # By chunk, with the gradient and the states that they were made for.
         self._wholes: dict[int, tuple[Tensor, Mapping[StateSpec, Array], Operands]] = {}
         # Of the updates issued since the last step(). Groups are looked at once, so that all updates see the same.

@@ -25,16 +25,16 @@ class HostUpdate:
     """`kernel` says which way is used: "c" or "torch". They give the same bits where torch has fused multiply-add."""
 
     def __init__(
-        self, rule: Rule, sharers: UpdateThreads, kernel: str | None = None, tile_numel: int | None = None
+        self, rule: Rule, update_threads: UpdateThreads, kernel: str | None = None, tile_numel: int | None = None
     ) -> None:
         """`kernel` None: C where it can be had. `tile_numel` None: what is best for it."""
         assert kernel in (None, "c", "torch") and (tile_numel is None or tile_numel % ALIGN_NUMEL == 0)
-        self._rule, self._sharers = rule, sharers
+        self._rule, self._update_threads = rule, update_threads
         self._compiled = None if kernel == "torch" else rule.kernel()
         if kernel == "c" and self._compiled is None:
             raise RuntimeError(f"the rule {rule.name!r} has no compiled kernel here; use kernel='torch' or None")
         self._tile_numel = tile_numel
-        self._scratches: list[Tensor | None] = [None] * sharers.num_threads
+        self._scratches: list[Tensor | None] = [None] * update_threads.num_threads
 
     @property
     def kernel(self) -> str:
@@ -65,7 +65,7 @@ class HostUpdate:
             assert part is Part.WHOLE
             tile_numel = self._tile_numel or TORCH_TILE_NUMEL
             work = self._by_torch(operands, step, hyper, scale, tile_numel)
-        self._sharers.run(work, -(-len(operands) // tile_numel))
+        self._update_threads.run(work, -(-len(operands) // tile_numel))
 
     def _by_torch(
         self, operands: Operands, step: int, hyper: Any, scale: float, tile_numel: int

@@ -22,7 +22,7 @@ from hightide.optim.rule import Rule
 from hightide.optim.states.former import FormerStates
 from hightide.optim.states.masters import add_masters, take_masters
 from hightide.optim.states.state_mapping import States
-from hightide.process.interrupts import deferred, held
+from hightide.process.interrupts import deferred, uninterrupted
 from hightide.process.system import return_freed_memory
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
@@ -72,7 +72,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with held:  # it is done or not done, whatever interrupts it
+        with uninterrupted:  # it is done or not done, whatever interrupts it
             if self._run.plan.update is Update.IN_BACKWARD:
                 self._updates.check_promise()
                 if self._run.executor.promises.has_gradients:
@@ -89,7 +89,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Updates that were issued by step() still read their gradients; this only ends the gradients' visible life."""
-        with held:
+        with uninterrupted:
             if set_to_none or self._run.plan.update is Update.IN_BACKWARD:
                 self._run.gradients.drop(self._groups.now())
                 return
@@ -104,7 +104,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 "clip_grad_norm_ after update='in_backward': the updates have run already, unclipped. Wrap with "
                 "update='deferred' (the default) to clip."
             )
-        with held:
+        with uninterrupted:
             return torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Of a plain optimizer or of a wrapped one. Moments are taken as they are: torch would round them to the
         parameters' dtype."""
         if not is_nothing_to_place(state_dict):
-            with held:
+            with uninterrupted:
                 self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
@@ -301,10 +301,10 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> WrappedOptimize
     wrapped._home, wrapped._rule, wrapped._original = run, rule, original
     wrapped._groups = Groups(original, rule, run)
     wrapped._updates = ChunkUpdates(
-        rule, wrapped._groups, run.chunks, run.gradients, run.lanes.sharers, run.settle_states
+        rule, wrapped._groups, run.chunks, run.gradients, run.lanes.update_threads, run.await_states
     )
     wrapped._states = States(run, rule, wrapped._updates, GroupedParams(original))
-    run.performer.updates = wrapped._updates
+    run.performer.updating.updates = wrapped._updates
     wrapped._former = FormerStates(original, run.keys, tuple(state.name for state in rule.states))
     try:
         wrapped._states.check(wrapped._former.here)

@@ -156,6 +156,20 @@ class ChunkPlace:
         """By compute, in its turn. Else on the host, by a lane of its own."""
         return self.states is Tier.GPU
 
+    @property
+    def is_home_on_gpu(self) -> bool:
+        """What an update leaves is there, all of it or a shard: nothing is fetched."""
+        return self.home is Tier.GPU
+
+    @property
+    def has_states_on_disk(self) -> bool:
+        return self.states is Tier.DISK
+
+    @property
+    def sums_wait_on_gpu(self) -> bool:
+        """A finished gradient waits there for its update."""
+        return self.grad is Tier.GPU
+
     def tier_of(self, kind: ChunkKind) -> Tier | None:
         """Between its uses."""
         return {ChunkKind.PARAM: self.home, ChunkKind.GRAD: self.grad, ChunkKind.STATE: self.states}[kind]

@@ -27,7 +27,7 @@ from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.chunk_place import RINGS, SUM_DTYPE, Buffer, ChunkPlace
 
 
-class Home(NamedTuple):
+class BlockTiers(NamedTuple):
     """What a plan says about the bytes of a block's chunks."""
 
     params: Tier
@@ -62,30 +62,30 @@ class ChunkPlaces:
         self._ranks, self._replicas, self._num_shards = ranks, replicas, ranks // replicas
         self._is_averaged = ranks > 1 or even_alone
         self._cuts = self._num_shards > 1 or even_alone
-        self._made: dict[tuple[int, Home], ChunkPlace] = {}
+        self._made: dict[tuple[int, BlockTiers], ChunkPlace] = {}
 
-    def at(self, chunk: ChunkSpec, home: Home) -> ChunkPlace:
-        key = (chunk.index, home)
+    def at(self, chunk: ChunkSpec, tiers: BlockTiers) -> ChunkPlace:
+        key = (chunk.index, tiers)
         if key not in self._made:
-            self._made[key] = self._place(chunk, home)
+            self._made[key] = self._place(chunk, tiers)
         return self._made[key]
 
-    def _place(self, chunk: ChunkSpec, home: Home) -> ChunkPlace:
-        params = self._params(chunk, home)
-        gradient = self._gradient(chunk, home, params)
-        copies = self._copies(chunk, home, params, gradient)
+    def _place(self, chunk: ChunkSpec, tiers: BlockTiers) -> ChunkPlace:
+        params = self._params(chunk, tiers)
+        gradient = self._gradient(chunk, tiers, params)
+        copies = self._copies(chunk, tiers, params, gradient)
         bytes_on = dict.fromkeys(Tier, 0)
         for (_, tier), num_bytes in copies.items():
             bytes_on[tier] += region_bytes(num_bytes, tier)
         on_disk = {kind: num_bytes for (kind, tier), num_bytes in copies.items() if tier is Tier.DISK}
-        update_bytes, settle_bytes = self._update_bytes(chunk, home, params, gradient)
+        update_bytes, settle_bytes = self._update_bytes(chunk, tiers, params, gradient)
         return ChunkPlace(
             chunk=chunk,
             shard=params.shard,
             params=params.tier,
             home=params.home,
             grad=gradient.tier,
-            states=home.states,
+            states=tiers.states,
             stays=gradient.stays,
             grad_dtype=gradient.dtype,
             grad_bytes=gradient.num_bytes,
@@ -96,9 +96,9 @@ class ChunkPlaces:
             num_grad_slots=gradient.num_slots,
             copies=copies,
             bytes_on=bytes_on,
-            buffer_bytes=self._buffer_bytes(chunk, home, params, gradient, on_disk),
+            buffer_bytes=self._buffer_bytes(chunk, tiers, params, gradient, on_disk),
             read_bytes=sum(on_disk.values()),
-            is_looked_up=home.is_table,
+            is_looked_up=tiers.is_table,
             parks=gradient.parks,
             ranks=self._ranks,
             replicas=self._replicas,
@@ -108,13 +108,13 @@ class ChunkPlaces:
             settle_bytes=settle_bytes,
         )
 
-    def _params(self, chunk: ChunkSpec, home: Home) -> _Params:
+    def _params(self, chunk: ChunkSpec, tiers: BlockTiers) -> _Params:
         # What is frozen in a block with states on the GPU may stream.
-        tier = Tier.GPU if home.states is Tier.GPU and chunk.trainable_numel else home.params
-        is_updated_elsewhere = tier is Tier.GPU is not home.states and chunk.optimised_numel > 0
-        is_whole = home.sharing is Sharing.REPLICATED and tier is Tier.GPU
+        tier = Tier.GPU if tiers.states is Tier.GPU and chunk.trainable_numel else tiers.params
+        is_updated_elsewhere = tier is Tier.GPU is not tiers.states and chunk.optimised_numel > 0
+        is_whole = tiers.sharing is Sharing.REPLICATED and tier is Tier.GPU
         is_cut = self._cuts and not is_whole
-        stays_whole = tier is Tier.GPU and not (is_cut and home.sharing is Sharing.SHARDED)
+        stays_whole = tier is Tier.GPU and not (is_cut and tiers.sharing is Sharing.SHARDED)
         return _Params(
             tier=tier,
             home=Tier.HOST if is_updated_elsewhere else tier,
@@ -123,21 +123,21 @@ class ChunkPlaces:
             stays_whole=stays_whole,
             # Parameters that stay whole and change nowhere, or not by this run, are never gathered.
             is_gathered=is_cut and not (stays_whole and not chunk.optimised_numel),
-            num_slots=0 if stays_whole or home.is_table else self.layout.num_slots(chunk),
+            num_slots=0 if stays_whole or tiers.is_table else self.layout.num_slots(chunk),
         )
 
-    def _gradient(self, chunk: ChunkSpec, home: Home, params: _Params) -> _Gradient:
-        trained, states, on_host = chunk.trainable_numel > 0, home.states, home.is_table
+    def _gradient(self, chunk: ChunkSpec, tiers: BlockTiers, params: _Params) -> _Gradient:
+        trained, states, on_host = chunk.trainable_numel > 0, tiers.states, tiers.is_table
         several, leaves = self._accumulate > 1, states is not Tier.GPU
-        stays = several and trained and (leaves or params.is_cut) and home.sums is Tier.GPU and not on_host
+        stays = several and trained and (leaves or params.is_cut) and tiers.sums is Tier.GPU and not on_host
         # It leaves where it is summed once a step, and one update reads all of it right away.
         leaves_once = (stays or (not several and chunk.num_backwards == 1)) and not on_host
         is_used_at_once = leaves_once and trained and chunk.optimised_numel == chunk.trainable_numel
         ends_where_it_stays = stays and not leaves
         is_read_at_once = self._update is Update.IN_BACKWARD and is_used_at_once and not ends_where_it_stays
-        parks = is_read_at_once and home.parks and leaves
+        parks = is_read_at_once and tiers.parks and leaves
         # Between the passes of a step a sum from disk may wait on the host.
-        at_rest = Tier.HOST if several and not stays and states is Tier.DISK and home.sums is Tier.HOST else states
+        at_rest = Tier.HOST if several and not stays and states is Tier.DISK and tiers.sums is Tier.HOST else states
         tier = at_rest if trained and not is_read_at_once else Tier.HOST if parks else None
         # A dtype that is wider than the sum would only repeat zeros.
         rounds = trained and self._gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES
@@ -162,7 +162,7 @@ class ChunkPlaces:
         )
 
     def _copies(
-        self, chunk: ChunkSpec, home: Home, params: _Params, gradient: _Gradient
+        self, chunk: ChunkSpec, tiers: BlockTiers, params: _Params, gradient: _Gradient
     ) -> dict[tuple[ChunkKind, Tier], int]:
         """What is there for the whole run."""
         shard, grad = params.shard, gradient.tier
@@ -173,19 +173,24 @@ class ChunkPlaces:
         if gradient.stays:
             copies[ChunkKind.GRAD, Tier.GPU] = chunk.grad_bytes
         if shard.state_bytes:
-            copies[ChunkKind.STATE, home.states] = shard.state_bytes
+            copies[ChunkKind.STATE, tiers.states] = shard.state_bytes
         return copies
 
     def _buffer_bytes(
-        self, chunk: ChunkSpec, home: Home, params: _Params, gradient: _Gradient, on_disk: Mapping[ChunkKind, int]
+        self,
+        chunk: ChunkSpec,
+        tiers: BlockTiers,
+        params: _Params,
+        gradient: _Gradient,
+        on_disk: Mapping[ChunkKind, int],
     ) -> dict[Buffer, int]:
         """What it takes of buffers that chunks share. `on_disk`: its copies there."""
-        shard, on_host = params.shard, home.is_table
+        shard, on_host = params.shard, tiers.is_table
         leaves_gpu = gradient.leaves and (gradient.num_slots > 0 or gradient.stays)
         passes_gpu = gradient.is_narrow and gradient.leaves and not on_host
         # Sums go on, in tied chunks and where gradients are accumulated: those on disk come back too.
         comes_back = 0 if gradient.stays else on_disk.get(ChunkKind.GRAD, 0)
-        is_updated_from_disk = home.states is Tier.DISK and chunk.trainable_numel > 0
+        is_updated_from_disk = tiers.states is Tier.DISK and chunk.trainable_numel > 0
         buffers = {
             Buffer.SLOT: -(-chunk.param_bytes // params.num_slots) if params.num_slots else 0,
             Buffer.GRAD_SLOT: -(-chunk.grad_bytes // gradient.num_slots) if gradient.num_slots else 0,
@@ -202,14 +207,16 @@ class ChunkPlaces:
             if num_bytes
         }
 
-    def _update_bytes(self, chunk: ChunkSpec, home: Home, params: _Params, gradient: _Gradient) -> tuple[int, int]:
+    def _update_bytes(
+        self, chunk: ChunkSpec, tiers: BlockTiers, params: _Params, gradient: _Gradient
+    ) -> tuple[int, int]:
         """Of its update, or of its two parts where states are written later."""
         shard = params.shard
         read_bytes = DTYPE_BYTES[gradient.dtype] if gradient.leaves else GRAD_BYTES
         whole = shard.optimised_numel * (read_bytes + DTYPE_BYTES[chunk.dtype]) + shard.state_bytes
         has_states = shard.optimised_numel > 0 and len(shard.rule_states) > 0
-        on_host = home.states is gradient.tier is Tier.HOST and not home.is_table
-        if home.settles and self._update is Update.DEFERRED and on_host and has_states:
+        on_host = tiers.states is gradient.tier is Tier.HOST and not tiers.is_table
+        if tiers.settles and self._update is Update.DEFERRED and on_host and has_states:
             return _in_parts(shard, read_bytes, whole)
         return whole, 0
 

@@ -1,4 +1,4 @@
-"""What makes steps faster, each of which a search can be told to do without: to see what it is worth."""
+"""Mechanisms that make steps faster, each of which a search can be told to do without: to see what it is worth."""
 
 from __future__ import annotations
 

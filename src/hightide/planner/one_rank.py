@@ -1,4 +1,4 @@
-"""What one of several ranks has of a machine whose GPUs they share: the host, its cores and the disk are a node's."""
+"""One rank's share of a machine with several: the host, its cores and the disk are a node's."""
 
 from __future__ import annotations
 

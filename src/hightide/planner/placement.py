@@ -10,7 +10,7 @@ from functools import cached_property
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.chunk_place import BUFFER_TIERS, RING_COUNTS, STAGING, Buffer, ChunkPlace
-from hightide.planner.chunk_places import ChunkPlaces, Home
+from hightide.planner.chunk_places import BlockTiers, ChunkPlaces
 
 
 class Placement:
@@ -21,12 +21,12 @@ class Placement:
         places = places or ChunkPlaces(
             plan.layout, plan.update, plan.gradients, plan.accumulate, plan.ranks, plan.replicas, plan.even_alone
         )
-        homes = [
-            Home(block.params, block.states, block.sums, block.compute, block.parks, block.sharing, block.settles)
+        tiers = [
+            BlockTiers(block.params, block.states, block.sums, block.compute, block.parks, block.sharing, block.settles)
             for block in plan.blocks
         ]
         self.plan = plan
-        self.chunks = tuple(places.at(chunk, homes[chunk.block]) for chunk in plan.layout.chunks)
+        self.chunks = tuple(places.at(chunk, tiers[chunk.block]) for chunk in plan.layout.chunks)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Placement) and self.plan == other.plan
@@ -60,9 +60,9 @@ class Placement:
     def blocks_in_effect(self) -> tuple[BlockPlan, ...]:
         """What is decided about each block, with the tiers of its owner: its own mean nothing."""
         blocks = self.plan.blocks
-        homes = [blocks[index if owner is None else owner] for index, owner in enumerate(self.owners)]
-        found = zip(blocks, homes, strict=True)
-        return tuple(replace(b, params=home.params, states=home.states, sums=home.sums) for b, home in found)
+        owning = [blocks[index if owner is None else owner] for index, owner in enumerate(self.owners)]
+        found = zip(blocks, owning, strict=True)
+        return tuple(replace(b, params=owner.params, states=owner.states, sums=owner.sums) for b, owner in found)
 
     @cached_property
     def bytes_on(self) -> Mapping[Tier, int]:

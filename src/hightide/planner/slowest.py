@@ -1,4 +1,4 @@
-"""What several ranks have measured, as one: a step of all of them is as slow as the slowest of each part of it."""
+"""Measurements of several ranks, as one: a step of all of them is as slow as the slowest of each part of it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
@@ -23,12 +23,14 @@ from hightide.planner.mechanism import NONE, Mechanisms
 from hightide.planner.placement import Placement
 from hightide.planner.predict.moving_in import moving_in_bytes
 from hightide.planner.predict.peaks import Peaks, bytes_forecast, step_peaks
-from hightide.planner.predict.saving import SaveForecast, save_forecast
+from hightide.planner.predict.save_forecast import SaveForecast, save_forecast
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.verify.precedence import Disorder
 from hightide.planner.verify.verify_schedule import verify, verify_step
+
+S = TypeVar("S", bound="Solution")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Solution:
     def described(self, machine: Machine | None = None) -> Solution:
         """With a forecast and an explanation of its own: of a plan that a person has made. Nobody has simulated it."""
         sizes = bytes_forecast(self.passes, self.peaks, machine)
-        return replace(self, on_simulated=machine is not None and machine.is_simulated)._told(sizes)
+        return self._changed(on_simulated=machine is not None and machine.is_simulated)._told(sizes)
 
     def moving_in(self, on_host: Collection[str], waiting_bytes: int, process_bytes: int) -> Self:
         """With what the host needs while a model's values move in, see planner/predict/moving_in.py, and what the
@@ -82,7 +84,11 @@ class Solution:
         return self._told(replace(self.plan.forecast, moving_host_bytes=needed, process_bytes=process_bytes))
 
     def _told(self, sizes: Forecast) -> Self:
-        return replace(self, placement=_explained(self, sizes))
+        return self._changed(placement=_explained(self, sizes))
+
+    def _changed(self, **changes: Any) -> Self:
+        """In what nothing is lowered by."""
+        return _with_schedules_of(self, replace(self, **changes))
 
 
 @dataclass(frozen=True)
@@ -111,10 +117,18 @@ class Searched(Solution):
         """A plan that another rank has found for this problem."""
         placement = Placement(plan)
         passes = lower_step(problem.profile, plan, placement, problem.terms.without)
-        peak, step = _peaks(passes), forecast(problem, placement, passes)
-        save = save_forecast(problem, placement, passes, peak, step)
-        is_simulated = problem.machine.is_simulated
-        return cls(problem.profile, placement, passes, peak, problem, None, step, 0, save, on_simulated=is_simulated)
+        return cls.simulated(problem, Solution(problem.profile, placement, passes, _peaks(passes)))
+
+    @classmethod
+    def simulated(cls, problem: Problem, known: Solution) -> Searched:
+        """A plan that nobody has searched, of this problem and its profile: with its seconds."""
+        about = known.placement, known.passes
+        step = forecast(problem, *about)
+        save = save_forecast(problem, *about, known.peaks, step)
+        found = cls(
+            known.profile, *about, known.peaks, problem, None, step, 0, save, on_simulated=problem.machine.is_simulated
+        )
+        return _with_schedules_of(known, found)
 
     def save_at(self, write_bytes_per_s: float, source: str) -> SaveForecast:
         """On a disk of this speed, as `source` says."""
@@ -129,11 +143,18 @@ class Searched(Solution):
         return other._told(replace(sizes, step_s=other.step.step_s))
 
     def _told(self, sizes: Forecast) -> Self:
-        return replace(self, placement=_explained(self, sizes, self.save))
+        return self._changed(placement=_explained(self, sizes, self.save))
 
     @property
     def without(self) -> Mechanisms:
         return self.problem.terms.without
+
+
+def _with_schedules_of(known: Solution, other: S) -> S:
+    """What was lowered already stays: `other` is of the same profile, plan and mechanisms."""
+    if "schedules" in vars(known):
+        vars(other)["schedules"] = known.schedules
+    return other
 
 
 def _peaks(passes: Passes) -> Peaks:

@@ -1,4 +1,4 @@
-"""What a call leaves for its backward, in bytes, and which part of it leaves the GPU meanwhile."""
+"""Bytes that a call leaves for its backward, and which part of them leaves the GPU meanwhile."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ a `finally`, in a callback from C++ where an exception ends the process. So whil
 where somebody handles it) is only noted. What the user's handler does, such as raising KeyboardInterrupt, happens at
 the next `safe_point()`, where everything that is under way can be given up, or at the end of the section. Handlers run
 in the main thread alone, so in other threads nothing of this is needed, and nothing happens. A block of the user's may
-never come to a safe point: whoever asks again after PATIENCE_S is not kept waiting, unless the section is `held`.
+never come to a safe point: whoever asks again after PATIENCE_S is not kept waiting, unless the section is
+`uninterrupted`.
 
 The user's handler is there again after the outermost section, unless somebody has set another one meanwhile. Where a
 signal has its default effect (the process ends) or is ignored, it stays so.
@@ -143,7 +144,7 @@ class _Section:
 
 
 deferred = _Section(is_held=False)
-held = _Section(is_held=True)
+uninterrupted = _Section(is_held=True)
 
 
 class Hold:

@@ -25,7 +25,7 @@ from hightide.profiler.model.model_profile import profile_calls
 from hightide.profiler.probe.probe_record import CallRecord
 from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.rehearsal.device import memory_rate, update_rate
-from hightide.rehearsal.stage import RehearsedCall, Stage, Tile
+from hightide.rehearsal.stage import LossTile, RehearsedCall, Stage
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, load_factor, time_laps
 from hightide.runtime.blocks.compiled import MAX_SHAPES, SELECTIVE_BUDGET
 
@@ -302,13 +302,13 @@ class _Rehearsal:
         if part is None:
             return None
         tile = loss_tile_tokens(self.profile)
-        forward_s, again_s = self._tile_seconds(part, Tile(tile, 0))
+        forward_s, again_s = self._tile_seconds(part, LossTile(tile, 0))
         kept_s = again_s
         if part.spec.plain_linear:  # others keep nothing
-            _, kept_s = self._tile_seconds(part, Tile(tile, tile))
+            _, kept_s = self._tile_seconds(part, LossTile(tile, tile))
         return LossCost(tile, forward_s, kept_s, max(0.0, again_s - kept_s))
 
-    def _tile_seconds(self, part: RehearsedCall, tile: Tile) -> tuple[float, float]:
+    def _tile_seconds(self, part: RehearsedCall, tile: LossTile) -> tuple[float, float]:
         """Forward and backward."""
         hidden = part.record.inputs[0]
         with self._on_stage(part, tile.num_tokens, Activation.RECOMPUTE, tile) as stage:
@@ -334,7 +334,7 @@ class _Rehearsal:
 
     @contextmanager
     def _on_stage(
-        self, part: RehearsedCall, num_samples: int, activation: Activation, tile: Tile | None = None
+        self, part: RehearsedCall, num_samples: int, activation: Activation, tile: LossTile | None = None
     ) -> Iterator[Stage]:
         stage = Stage(part, self.profile, num_samples, activation, self.device, self.compile, tile)
         try:

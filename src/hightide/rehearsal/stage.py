@@ -38,6 +38,7 @@ from hightide.profiler.probe.taps import Tap
 from hightide.runtime.chunks.origin import FirstValues
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import unwrap_modules, wrap_modules
+from hightide.runtime.surroundings import Surroundings
 
 BLOCK = "block"
 STD = 0.02  # of weights: how much power a product takes, and so its speed, depends on its values
@@ -64,7 +65,7 @@ class RehearsedCall:
 
 
 @dataclass(frozen=True)
-class Tile:
+class LossTile:
     """Of a head with a fused loss: its samples are tokens."""
 
     num_tokens: int
@@ -90,7 +91,7 @@ class Stage:
         activation: Activation,
         device: torch.device,
         compile: bool = False,
-        tile: Tile | None = None,
+        tile: LossTile | None = None,
     ) -> None:
         """`num_samples`: the most that will run at once."""
         self.part, self.device = part, device
@@ -112,7 +113,7 @@ class Stage:
             taps={0: part.taps} if part.taps else {},
         )
         values = FirstValues({spec.name: _Random() for spec in alone.params})
-        self.run = Run(root, Solution.of(alone, plan), probed, lambda _: None, device, compile, values, learns=False)
+        self.run = Run(root, Solution.of(alone, plan), probed, Surroundings(values), device, compile, learns=False)
         forward = type(root.get_submodule(BLOCK)).forward
         for _ in range(part.num_equal - 1):  # a block that is the only one of its kind is not compiled
             self.run.compiled.add(root.get_submodule(BLOCK), forward)

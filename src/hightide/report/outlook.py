@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hightide.ir.action import ActionKey, Op
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
@@ -13,7 +14,7 @@ from hightide.planner.advice.why import Reasons
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.floor import floors
 from hightide.planner.predict.light import light_s, needed_flop
-from hightide.planner.predict.saving import SaveForecast
+from hightide.planner.predict.save_forecast import SaveForecast
 from hightide.planner.predict.wear import Wear, wear
 from hightide.planner.problem import Problem
 from hightide.planner.solution import Searched
@@ -217,20 +218,21 @@ def refusal(error: InfeasiblePlan, problem: Problem) -> Refusal:
 
 
 _MOMENTS = {
-    "fwd": "in forward of {}",
-    "bwd": "in backward of {}",
-    "stash": "when what {} leaves for its backward is on the host",
-    "unstash": "when what {} has left for its backward comes back to the GPU",
+    Op.FORWARD: "in forward of {}",
+    Op.BACKWARD: "in backward of {}",
+    Op.STASH: "when what {} leaves for its backward is on the host",
+    Op.UNSTASH: "when what {} has left for its backward comes back to the GPU",
 }
 
 
 def _in_words(moment: str, profile: ModelProfile) -> str:
     if not moment:
         return "all the time"
-    op, _, number = moment.partition(".")
-    if op not in _MOMENTS:  # updates, and the step itself
+    assert isinstance(moment, ActionKey)
+    of_call = moment if moment.op in _MOMENTS else moment.at  # what moves a chunk says for which tick
+    if of_call is None or of_call.op not in _MOMENTS or of_call.number is None:  # updates, and the step itself
         return "when parameters are updated"
-    return _MOMENTS[op].format(profile.blocks[profile.calls[int(number)].block].name)
+    return _MOMENTS[of_call.op].format(profile.blocks[profile.calls[of_call.number].block].name)
 
 
 def _tiers(found: Searched) -> tuple[TierUse, ...]:

@@ -89,4 +89,4 @@ def lanes_of(ranks: Ranks, gpu: torch.device | None) -> Lanes:
     assert ranks.watchman is not None
     threads = max(1, usable_cores() // len(ranks.ranks_of_node) - CORES_FOR_OTHERS)
     timeout_s = ranks.watchman.patience.timeout_s + AT_LAST_S
-    return Lanes(timeout_s=timeout_s, device=gpu, update_threads=threads, several_ranks=True)
+    return Lanes(timeout_s=timeout_s, device=gpu, num_update_threads=threads, several_ranks=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hightide.ir.action import Mode, Op
 from hightide.ir.plan import Update
-from hightide.process.interrupts import Hold, deferred, held, safe_point
+from hightide.process.interrupts import Hold, deferred, safe_point, uninterrupted
 from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
 from hightide.profiler.model.samples import num_samples as samples_in
@@ -26,6 +26,7 @@ from hightide.runtime.guards.transforms import refuse_transforms
 from hightide.runtime.observer import Start, is_short, watched_pass
 from hightide.runtime.schedule.executor import Tick
 from hightide.runtime.step_work import Computed
+from hightide.runtime.surroundings import AroundCall
 from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 FORWARD_BEGINS = "the beginning of a forward"  # where ranks tell whether one has a larger batch than all before
 NUM_EVALUATIONS = 4  # of one batch, at most: what it needs is known as far as it got
-
-AroundCall = Callable[[tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[None]]
 
 
 class ModelPasses:
@@ -231,7 +230,7 @@ class ModelPasses:
                 self._backward.begin()
 
     def _end_backward(self) -> None:
-        with held:
+        with uninterrupted:
             self._end_queued = False
             if self._run.executor.finish_backward():
                 self._run.keep_alike()

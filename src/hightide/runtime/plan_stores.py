@@ -12,7 +12,7 @@ from hightide.ir.limits import DiskLimit
 from hightide.ir.plan import Forecast
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.inputs_on_disk import stored_bytes
+from hightide.planner.disk_inputs import stored_bytes
 from hightide.planner.lower import modes_beside
 from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Searched, Solution

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.limits import DiskLimit
-from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.planner.solution import Searched, Solution
 from hightide.process.forks import Birthplace
-from hightide.process.interrupts import deferred, held
+from hightide.process.interrupts import deferred, uninterrupted
 from hightide.process.progress import tell
 from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.profiler.switches.caches import Caches
@@ -39,9 +38,8 @@ from hightide.runtime.guards.anchor import Anchor
 from hightide.runtime.guards.first_look import FirstLooks
 from hightide.runtime.guards.inner_hooks import InnerHooks
 from hightide.runtime.guards.unchanged import Unchanged
-from hightide.runtime.known_batches import Admission, KnownBatches
 from hightide.runtime.lanes.lanes import Lanes
-from hightide.runtime.model_passes import AroundCall, ModelPasses
+from hightide.runtime.model_passes import ModelPasses
 from hightide.runtime.observer import Observer
 from hightide.runtime.plan_stores import PlanStores, forecast_on
 from hightide.runtime.run_values import RunValues
@@ -50,6 +48,7 @@ from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.standing import is_watched_by
 from hightide.runtime.step_work import StepWork
+from hightide.runtime.surroundings import Surroundings
 from hightide.runtime.tables.host_embedding import HostEmbedding
 from hightide.runtime.waiting.activations import Stashes
 from hightide.runtime.waiting.inputs_on_disk import InputsOnDisk
@@ -66,11 +65,9 @@ class Run(RunValues):
         model: nn.Module,
         solution: Solution,
         probed: ProbeResult,
-        check_call: Callable[[Mapping[str, Any]], None],
+        around: Surroundings,
         device: torch.device = rng.CPU,
         compile: bool = False,
-        first_values: FirstValues | None = None,
-        around_call: AroundCall | None = None,
         learns: bool = True,
         disks: Sequence[DiskLimit] = (),
         collectives: Collectives | None = None,
@@ -95,27 +92,28 @@ class Run(RunValues):
 
         self._before = Before(model, self.parameters, device)
         try:
-            self._set_up(solution, device, first_values or FirstValues())
+            self._set_up(solution, device, around.first_values)
         except BaseException:
             self.retreat()
             raise
-        self.passes = ModelPasses(self, check_call, around_call or (lambda args, kwargs: nullcontext()))
+        self.chunks.binding.ignored_versions.update(around.unwritten)
+        self.passes = ModelPasses(self, around.check_call, around.around_call or (lambda args, kwargs: nullcontext()))
         self.splits = Splits(self)
         self.observer: Observer | None = None
-        self.batches: KnownBatches | None = None  # see [Note: larger batches]; None: any batch is let in
-        self.admission: Admission | None = None
+        self.batches = around.batches
+        self.admission = None if around.admission is None else around.admission(self)
         self.anchor = Anchor(device)
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.work = StepWork()
-        self.products: MatmulRates | None = None  # how fast the GPU multiplies; None: nobody has measured it
+        self.products = around.products
         self.num_passes = 0
         self.num_steps = 0
         self.step_s = 0.0
         self._stepped_at_s: float | None = None
-        self.save_pretrained: Callable[..., object] | None = None  # of several ranks: takes a module and a folder
+        self.save_pretrained = around.save_pretrained
         self.tells_all = False  # state dicts of several ranks are whole on each of them
         self.save_under_way: Callable[[], object] = lambda: None  # of several ranks: waits for its end
-        self.when_settled: Callable[[], object] = lambda: None  # called when memory of another plan is in place
+        self.when_memory_is_fixed: Callable[[], object] = lambda: None  # called when memory of another plan is in place
 
     def _set_up(self, solution: Solution, device: torch.device, first_values: FirstValues) -> None:
         self.plan = plan = solution.plan
@@ -144,7 +142,7 @@ class Run(RunValues):
     def retreat(self) -> None:
         """The model is as before, values included. For a run that has not begun, however much of it there is."""
         there = vars(self)
-        with held:
+        with uninterrupted:
             if "lanes" in there:
                 self.lanes.close()
             if "stores" in there:
@@ -199,8 +197,8 @@ class Run(RunValues):
     def on_the_move(self) -> StatesOnTheMove:
         """Its values, out of their places on the GPU."""
         if self.between is None:
-            return StatesOnTheMove(self.plan, self.chunks, self.gradients)
-        return ShardsOnTheMove(self.plan, self.chunks, self.gradients, self.between)
+            return StatesOnTheMove(self.chunks, self.gradients)
+        return ShardsOnTheMove(self.chunks, self.gradients, self.between)
 
     @property
     def has_gradients(self) -> bool:
@@ -223,8 +221,8 @@ class Run(RunValues):
         if self.chunks.disk is not None and self.plan.num_input_buffers:
             disk = InputsOnDisk.of(self.profile, self.plan, self.chunks.disk.rings.inputs, self.disk)
         self.stashes = Stashes(self.gpu, self.host, disk)
-        streams, sharers = self.lanes.streams, self.lanes.sharers
-        self.performer = Performer(self.chunks, self.gradients, self.stashes, streams.fence, sharers.run)
+        streams, threads = self.lanes.streams, self.lanes.update_threads
+        self.performer = Performer(self.chunks, self.gradients, self.stashes, streams.fence, threads.run)
         names = [block.name or "(loose)" for block in self.profile.blocks]
         update, accumulate = self.plan.update, self.plan.accumulate
         self.executor = Executor(
@@ -248,27 +246,27 @@ class Run(RunValues):
                 "another plan while there are gradients, which are in shards on several ranks; call zero_grad() before"
             )
         self._finish_saving()
-        with held:  # between its two places, a value is nowhere
-            self.executor.settle()
+        with uninterrupted:  # between its two places, a value is nowhere
+            self.executor.come_to_rest()
             try:
                 go_over(self, solution)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
                 raise
-            self.settle()  # by now nothing of the old plan's memory is left: that of the new one may become real
+            self.fix_memory()  # by now nothing of the old plan's memory is left: that of the new one may become real
 
     def make_runner(self, block: int, original: Callable[..., Any]) -> BlockRunner:
         """`original`: the forward of its module's own class."""
         on_host = self.plan.blocks[block].compute is Tier.HOST
         return (HostEmbedding if on_host else BlockRunner)(self, block, original)
 
-    def settle(self) -> None:
+    def fix_memory(self) -> None:
         """Once all values are in their places, the optimizer's too: fixes memory there. Earlier, what is still to move
         in would exist twice."""
         tell("pinning host memory")
         self.host.pin()
         self.gpu.enforce_limit()
-        self.when_settled()
+        self.when_memory_is_fixed()
 
     # -- what blocks call -----------------------------------------------------------------------------------------
 
@@ -307,7 +305,7 @@ class Run(RunValues):
             values = self._before.copies(self.chunks)
             is_alone = self.between is None
             readable = self.plan.update is Update.DEFERRED and self.lanes.failure is None and is_alone
-            with held:
+            with uninterrupted:
                 is_plain()
                 self._before.give_back(self.chunks, values, self.gradients.read if readable else lambda key: None)
                 self.discard()
@@ -315,11 +313,11 @@ class Run(RunValues):
     def discard(self) -> None:
         """Frees everything; the model is of no use any more."""
         self.looks.forget()
-        if self.performer.saving is not None:
-            self.performer.saving.close()
+        if self.performer.updating.saving is not None:
+            self.performer.updating.saving.close()
         self.lanes.close()
-        if self.performer.updates is not None:
-            self.performer.updates.close()
+        if self.performer.updating.updates is not None:
+            self.performer.updating.updates.close()
         self.chunks.close()
         self.stores.close()
         if self._collectives is not None:

@@ -13,7 +13,7 @@ from hightide.ir.limits import DiskLimit
 from hightide.ir.refusal import Refused
 from hightide.ir.save_sizes import NUM_STAGED, SMALL_TILE_BYTES, TILE_BYTES
 from hightide.process.forks import Birthplace
-from hightide.process.interrupts import deferred, held, safe_point
+from hightide.process.interrupts import deferred, safe_point, uninterrupted
 from hightide.runtime.chunks.between_ranks import BetweenRanks
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import mapped
@@ -22,7 +22,7 @@ from hightide.runtime.plan_stores import PlanStores
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.saving.tiles import Wanted, saved_tensors, tiles_of
-from hightide.runtime.saving.written import Written
+from hightide.runtime.saving.written import WrittenSince
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
@@ -118,14 +118,14 @@ class RunValues:
             self.executor.open_home(chunk)
         self._lost = HALF_LOADED
         yield self.chunks
-        with held:
+        with uninterrupted:
             self.chunks.show_new_values()
             self.loaded_masters.clear()
             self._lost = ""
 
-    def settle_states(self, key: str, changes: bool = True) -> None:
+    def await_states(self, key: str, changes: bool = True) -> None:
         """Until nothing is under way with a parameter's states; `changes`: whoever asks writes to them."""
-        self.executor.settle_home(self.chunks.places[key][0])
+        self.executor.await_home(self.chunks.places[key][0])
         if changes:
             self.secure(key)
 
@@ -136,10 +136,10 @@ class RunValues:
         those that are `wanted`. Updates that are still under way belong to it. One at a time."""
         self.check_values()
         self.lanes.check()
-        if self.performer.saving is not None:
+        if self.performer.updating.saving is not None:
             raise Refused("a checkpoint of this model is still being read; wait for it, or close it, before the next")
-        with held:
-            updates, flight = self.performer.updates, self.flight
+        with uninterrupted:
+            updates, flight = self.performer.updating.updates, self.flight
             has_states = (lambda key: False) if updates is None else updates.begin_saving()
             tile_bytes = TILE_BYTES if self.stores.host.spare_bytes >= NUM_STAGED * TILE_BYTES else SMALL_TILE_BYTES
             order = self.executor.update_order()
@@ -148,21 +148,21 @@ class RunValues:
             tensors = saved_tensors(self.chunks, order, has_states, wanted)
             owed = {chunk: flight.changes(chunk) for chunk in order}
             on_gpu = [place.is_updated_on_gpu and place.chunk.optimised_numel > 0 for place in self.chunks.placed]
-            written = Written(self.chunks)
+            written = WrittenSince(self.chunks)
             kept = CopyOnUpdate(tiles, owed, self.lanes, self.stores.host, flight.moment(), on_gpu.__getitem__, written)
-            self.performer.saving = kept
+            self.performer.updating.saving = kept
             return Snapshot(tensors, tiles, kept, self.lanes)
 
     def secure(self, key: str | None = None) -> None:
         """Before somebody changes the values of a parameter, or of all: those that a snapshot still needs are copied,
         or it is waited for."""
-        saving = self.performer.saving
+        saving = self.performer.updating.saving
         if saving is not None:
-            saving.settle(None if key is None else self.chunks.places[key][0])
+            saving.secure_now(None if key is None else self.chunks.places[key][0])
 
     def _finish_saving(self) -> None:
         """Before values leave their places."""
-        saving = self.performer.saving
+        saving = self.performer.updating.saving
         if saving is not None:
             with deferred:
                 saving.wait()

@@ -1,4 +1,4 @@
-"""What the watchman of several ranks asks about this one. Its threads must not keep a run alive."""
+"""Answers to what the watchman of several ranks asks about this one. Its threads must not keep a run alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the passes of a step had to compute: enough to say how many operations that takes at least."""
+"""The work of a step: what its passes had to compute, to say how many operations that takes at least."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.refusal import Refused, RefusedArgument
-from hightide.process.interrupts import deferred, held
+from hightide.process.interrupts import deferred, uninterrupted
 from hightide.profiler.probe.compare_runs import MUTATES_INPUT
 from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.runtime.blocks.block_runner import BlockRunner
@@ -33,11 +33,11 @@ from hightide.runtime.run import Run
 class Wrapped:
     """Mixed into the class of every module that hightide has swapped."""
 
-    hightide_home: Callable[[], Run | None]
+    hightide_ref: Callable[[], Run | None]
 
     @property
     def hightide_run(self) -> Run:
-        run = self.hightide_home()
+        run = self.hightide_ref()
         if run is None:
             raise Refused("the wrapped model that this block was a part of is gone, and its parameters with it")
         run.birthplace.check()
@@ -72,7 +72,7 @@ class Wrapped:
         mine = {
             keys[id(param)]: param for param in self._parameters.values() if param is not None and id(param) in keys
         }
-        with held:
+        with uninterrupted:
             for key, param in mine.items():
                 self.hightide_run.secure(key)
                 self.hightide_run.chunks.binding.show(key)
@@ -120,7 +120,7 @@ class SavesInPlace:
         together = self.hightide_run.save_pretrained
         if together is not None and kwargs.get("state_dict") is None:
             with deferred:
-                return together(self, *args, **kwargs)
+                return together(self.hightide_run, self, *args, **kwargs)
         with self.hightide_run.borrowed(), self.hightide_run.caches.as_the_user_has_them():
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
@@ -288,13 +288,13 @@ def _swap_shared(module: nn.Module, mixin: type, run: Run, classes: dict[tuple[t
         return
     key = (type(module), mixin)
     if key not in classes:
-        classes[key] = _subclass(type(module), mixin, {"hightide_home": weakref.ref(run)})
+        classes[key] = _subclass(type(module), mixin, {"hightide_ref": weakref.ref(run)})
     module.__class__ = classes[key]
 
 
 def _swap(module: nn.Module, mixin: type, run: Run, attributes: dict[str, Any]) -> None:
-    home = {"hightide_home": staticmethod(lambda: run)}
-    module.__class__ = _subclass(type(module), mixin, home | attributes)
+    found = {"hightide_ref": staticmethod(lambda: run)}
+    module.__class__ = _subclass(type(module), mixin, found | attributes)
 
 
 def _subclass(original: type, mixin: type, attributes: dict[str, Any]) -> type:

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before they go on: one plan, the least limits, the same model."""
+"""Agreement of all ranks before they go on: one plan, the least limits, the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this rank has issued on one lane of collectives, in order."""
+"""The log of what this rank has issued on one lane of collectives, in order."""
 
 from __future__ import annotations
 

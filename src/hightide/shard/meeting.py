@@ -28,8 +28,9 @@ from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
 from hightide.shard.attempt import fresh, is_kept
 from hightide.shard.communicators import ACROSS, CONTROL, GLOO, LANES, NCCL, SAVE, break_off, make_groups
+from hightide.shard.patience import Patience
 from hightide.shard.ranks import Ranks
-from hightide.shard.watchman import Patience, RankFailure, Watchman
+from hightide.shard.watchman import RankFailure, Watchman
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
 LOOK_S = 0.02

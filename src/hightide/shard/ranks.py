@@ -78,10 +78,6 @@ class Ranks:
     def circle(self, lane: str) -> Circle:
         return self._circles.get(lane) or Circle(tuple(range(self.world)), self._groups[lane])
 
-    def global_rank(self, rank: int) -> int:
-        """What torch.distributed calls it."""
-        return self._members[rank]
-
     def divided(self, replicas: int) -> list[tuple[int, ...]]:
         """Into so many groups of equal size, by rank in each: of one node, where that is possible."""
         if replicas < 1 or self.world % replicas:

@@ -1,4 +1,4 @@
-"""What several ranks would tell the user is told once, by the rank that comes first with it.
+"""Messages that several ranks would tell the user are told once, by the rank that comes first.
 
 [Note: who tells] Ranks that end with an error no longer exchange anything, so they meet in a store: torchrun's, which
 is there from the first moment and outlives them, or else that of the process group. The first with a message tells it;

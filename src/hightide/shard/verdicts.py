@@ -1,4 +1,4 @@
-"""What the signs of all ranks say about them: pure functions of data. The watchman asks, and does what follows.
+"""Verdicts by the signs of all ranks: pure functions of data. The watchman asks, and does what follows.
 
 [Note: standstill] Ranks that call blocks, backward or step() unequally often may come to wait for each other on two
 lanes. A rank is at a standstill when the thread that runs the model waits for what a lane owes, or for other ranks, and

@@ -18,70 +18,35 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
+from hightide.shard.fault_finder import FaultFinder, Heard
 from hightide.shard.issued import Issued
 from hightide.shard.own_rank import OwnRank
+from hightide.shard.patience import BEATS_OF_DOUBT, Patience
 from hightide.shard.signs import ENDED, OUTSIDE, Fault, Sign
-from hightide.shard.verdicts import behind, compare, deadlock, gone_on, in_a_line, in_full, in_words, lost, stuck
+from hightide.shard.verdicts import in_a_line, in_full, in_words
 from hightide.stores.threads import background
 
 SIGNS, CLOCK = "hightide-signs", "hightide-clock"  # the threads
 TOLD_WITHIN_S = 5.0  # so long, at most, one waits until others have been told
 LOOK_S = 0.02
 LAST_BEATS = 1.5  # after which all have heard that the host of the store ends
-BEATS_OF_DOUBT = 5  # a rank whose connection is closed, and that gave no sign for so many, is dead
-BEATS_OF_GPU = 30  # so long a GPU may compute without anything seen of it
-SIGNS_AGAIN = 2  # of each rank, until a standstill is believed
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long ranks wait for each other."""
-
-    timeout_s: float = 1800.0  # for a rank that lives, and does something else: rank 0 evaluates
-    warn_s: float = 60.0  # after which that is said
-    silent_s: float = 45.0  # for a rank that gives no sign of life; one that keeps Python's lock gives none either
-    beat_s: float = 1.0  # from one sign to the next
-
-    def __post_init__(self) -> None:
-        if not 0 < self.beat_s * (BEATS_OF_DOUBT + 1) <= self.silent_s:
-            raise ValueError(
-                f"silent_s={self.silent_s:g} must be at least {BEATS_OF_DOUBT + 1} times beat_s={self.beat_s:g}, else "
-                f"ranks that live are taken for dead; set silent_s={self.beat_s * (BEATS_OF_DOUBT + 1):g} or more"
-            )
-        if self.timeout_s <= 0 or self.warn_s <= 0:
-            raise ValueError(f"timeout_s={self.timeout_s:g} and warn_s={self.warn_s:g} must be above 0")
 
 
 class RankFailure(RuntimeError):
     """This rank cannot go on, because of another one. The message names both, and what was waited for."""
 
 
-class Store(Protocol):
+class SignStore(Protocol):
     """What is needed of a store of torch.distributed: a connection of its own, which nobody else uses."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-
-
-class Lasting:
-    """How long something has been the same."""
-
-    def __init__(self) -> None:
-        self._what: Hashable = None
-        self._since_s = 0.0
-
-    def for_s(self, what: Hashable, now_s: float) -> float:
-        """None: there is nothing."""
-        if what is None or what != self._what:
-            self._what, self._since_s = what, now_s
-        return now_s - self._since_s
 
 
 class _Other:
@@ -100,7 +65,7 @@ class Watchman:
 
     def __init__(
         self,
-        store: Store,
+        store: SignStore,
         rank: int,
         world: int,
         lanes: Iterable[str],
@@ -115,8 +80,7 @@ class Watchman:
         self.rank, self.world, self.patience = rank, world, patience
         self.own = OwnRank(rank, world, lanes, callers_lane, apart, members)
         self.break_off: Callable[[], object] = lambda: None
-        self._left_alone, self._stuck = Lasting(), Lasting()
-        self._first_beats: dict[int, int] = {}  # of those that are stuck, when it was first seen
+        self._faults = FaultFinder(self.own, patience)
         self._store, self._host, self._host_rank = store, host, host_rank  # who hosts the store; None: no rank
         self._others: dict[int, _Other] = {}
         self._lock = threading.Lock()
@@ -125,7 +89,6 @@ class Watchman:
         self._ended: str | None = None
         self._lost_store: str | None = None
         self._heard_s = 0.0  # when the store last answered
-        self._warned: set[tuple[str, int]] = set()
         self._num_asked = self._num_told = 0  # signs that somebody waits for
         self._give, self._look = threading.Event(), threading.Event()  # wake the threads
         self._over, self._broken_off = threading.Event(), threading.Event()
@@ -363,65 +326,5 @@ class Watchman:
         with self._lock:
             signs = {rank: other.sign for rank, other in self._others.items()}
             silent_s = {rank: self._heard_s - other.heard_s for rank, other in self._others.items()}
-        with self.own.lock:
-            found = (compare(self.rank, self.own.logs, rank, sign) for rank, sign in signs.items())
-            fault = next((one for one in found if one is not None), None)
-        waits = self.own.waits()
-        if fault is not None or not waits:
-            return fault
-        oldest = min(waits, key=lambda issued: issued.since_s)
-        fault = lost(waits, signs, silent_s, self.patience.silent_s) or self._deaf(now_s)
-        fault = fault or self._gone_on(signs, now_s) or self._deadlock(signs, now_s)
-        return fault or self._late(oldest, signs, now_s - oldest.since_s)
-
-    def _deaf(self, now_s: float) -> Fault | None:
-        deaf_s = now_s - self._heard_s
-        if self._lost_store is not None and deaf_s > BEATS_OF_DOUBT * self.patience.beat_s:
-            return Fault(None, f"{self._who_hosts()} is gone ({self._lost_store})")
-        if deaf_s > self.patience.silent_s:
-            return Fault(None, f"{self._who_hosts()} has not answered for {deaf_s:.0f} s")
-        return None
-
-    def _gone_on(self, signs: Mapping[int, Sign], now_s: float) -> Fault | None:
-        fault, waited = None, self.own.callers_wait()
-        if waited is not None:
-            with self.own.lock:
-                numbers = {lane: log.number for lane, log in self.own.logs.items()}
-            fault = gone_on(self.rank, waited, numbers, signs, self.own.apart)
-        lasts_s = self._left_alone.for_s(None if fault is None or waited is None else waited.number, now_s)
-        return fault if lasts_s >= BEATS_OF_DOUBT * self.patience.beat_s else None
-
-    def _deadlock(self, signs: Mapping[int, Sign], now_s: float) -> Fault | None:
-        if (own := self.own.last) is None:
-            return None
-        signs = {**signs, self.rank: own}
-        ranks = stuck(signs)
-        moments = tuple((rank, still.moment) for rank in ranks if (still := signs[rank].standstill) is not None)
-        lasts_s = self._stuck.for_s(moments or None, now_s)
-        if not lasts_s:
-            self._first_beats = {rank: signs[rank].beat for rank in ranks}
-        standing = self.own.standing()
-        beats = BEATS_OF_GPU if standing is not None and standing.on_gpu else BEATS_OF_DOUBT
-        came_again = all(signs[rank].beat >= self._first_beats[rank] + SIGNS_AGAIN for rank in ranks)
-        return (
-            deadlock(ranks, signs, self.own.callers_lane)
-            if ranks and came_again and lasts_s >= beats * self.patience.beat_s
-            else None
-        )
-
-    def _late(self, oldest: Issued, signs: Mapping[int, Sign], waited_s: float) -> Fault | None:
-        """Somebody who lives, and does something else."""
-        late = behind(oldest, signs)
-        found = "; ".join(f"rank {rank} is at {signs[rank].at}" for rank in late) or "all ranks have come to it"
-        if waited_s > self.patience.timeout_s:
-            remedy = f"A rank that may take longer needs a larger timeout_s than {self.patience.timeout_s:g}"
-            text = f"{in_full(oldest)} was not through within {waited_s:.0f} s: {found}. {remedy}"
-            return Fault(late[0] if len(late) == 1 else None, text)
-        if waited_s > self.patience.warn_s and (oldest.lane, oldest.number) not in self._warned:
-            self._warned.add((oldest.lane, oldest.number))
-            warnings.warn(
-                f"rank {self.rank} has waited {waited_s:.0f} s for {in_full(oldest)}: {found}. It gives up after "
-                f"{self.patience.timeout_s:g} s (timeout_s)",
-                stacklevel=2,
-            )
-        return None
+            heard = Heard(signs, silent_s, self._heard_s, self._who_hosts(), self._lost_store)
+        return self._faults.find(heard, now_s)

@@ -113,7 +113,7 @@ class CudaAccelerator(Accelerator):
         """See [Note: from when a limit counts]."""
         self._check_open()
         self._empty_cache()
-        device_limit.settle(self.device.index, self._limit, torch.cuda.memory_reserved(self.device))
+        device_limit.end_loading(self.device.index, self._limit, torch.cuda.memory_reserved(self.device))
         self._outside_tensor_bytes = max(0, torch.cuda.memory_allocated(self.device) - self._slab_bytes)
         self.reset_peak()
 

@@ -49,7 +49,7 @@ def add(index: int, limit: Limit, reserved_bytes: int) -> None:
         _apply(index)
 
 
-def settle(index: int, limit: Limit, reserved_bytes: int) -> None:
+def end_loading(index: int, limit: Limit, reserved_bytes: int) -> None:
     """Its model is loaded, and the limit is hard. If the model was on the device, it is no longer outside."""
     with _lock:
         device = _devices[index]

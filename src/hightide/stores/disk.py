@@ -16,7 +16,7 @@ from hightide.ir.limits import DiskLimit
 from hightide.ir.machine import DISK_DEPTH, DISK_REQUEST_BYTES
 from hightide.ir.tier import Tier
 from hightide.process.forks import Birthplace
-from hightide.stores.disk_file import SECTOR_BYTES, Buffer, open_disk_file
+from hightide.stores.disk_file import SECTOR_BYTES, PageBuffer, open_disk_file
 from hightide.stores.disk_requests import BUFFER_BYTES, LOOKS, Request, Requests, Sectors, Traffic, down
 from hightide.stores.freelist import FreeLists
 from hightide.stores.store import OutOfMemory, Region, Store
@@ -118,7 +118,7 @@ class DiskStore(Store):
 
     def _copy_through(self, region: Region, offset_bytes: int, is_write: bool, tensor: torch.Tensor) -> None:
         """In the caller's thread, with one buffer."""
-        buffer = Buffer(BUFFER_BYTES)
+        buffer = PageBuffer(BUFFER_BYTES)
         memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
         with torch.no_grad():
             for part in _parts(tensor):

@@ -29,7 +29,7 @@ _NO_UNNAMED = (*_REFUSALS, errno.EISDIR, errno.ENOENT)  # how file systems say t
 _open_files: weakref.WeakSet[DiskFile] = weakref.WeakSet()
 
 
-class Buffer:
+class PageBuffer:
     """Memory that begins at a page, which is a sector at least."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -237,6 +237,6 @@ def _set_aside(file: DiskFile, descriptor: int) -> None:
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
-        zeros = Buffer(_ZERO_BYTES)
+        zeros = PageBuffer(_ZERO_BYTES)
         for offset in range(0, file.num_bytes, _ZERO_BYTES):
             file.transfer(zeros.address, offset, min(_ZERO_BYTES, file.num_bytes - offset), is_write=True)

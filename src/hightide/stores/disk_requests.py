@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hightide.stores.disk_file import SECTOR_BYTES, Buffer, DiskFile
+from hightide.stores.disk_file import SECTOR_BYTES, DiskFile, PageBuffer
 from hightide.stores.disk_sums import SectorSums
 from hightide.stores.ticket import Ticket
 
@@ -71,7 +71,7 @@ class Request:
         self.num_left = 0  # pieces
         self.is_over = False  # somebody completes the ticket, or has done so
 
-    def pieces(self, request_bytes: int) -> Iterator[Piece]:
+    def pieces(self, request_bytes: int) -> Iterator[RequestPiece]:
         """Of about the same size, cut at sectors. Where memory is aligned, sectors of which only a part is meant are
         pieces by themselves, so that all others go straight."""
         start, stop = self.start, self.start + self.num_bytes
@@ -85,11 +85,11 @@ class Request:
             cuts |= {last, *range(first, last, up(-(-(last - first) // num_pieces)))}
         inside = sorted(cut for cut in cuts if start <= cut <= stop)
         for begin, end in pairwise(inside):
-            yield Piece(self, begin, end, self.address + begin - start)
+            yield RequestPiece(self, begin, end, self.address + begin - start)
 
 
 @dataclass(frozen=True)
-class Piece:
+class RequestPiece:
     request: Request
     start: int
     stop: int
@@ -130,7 +130,7 @@ class Sectors:
             self._sums.note(offset, address, num_bytes)
         self.count(Traffic(written_bytes=self.file.transfer(address, offset, num_bytes, is_write=True)))
 
-    def spoil(self, piece: Piece) -> None:
+    def spoil(self, piece: RequestPiece) -> None:
         """Of a write that did not come to its end."""
         if self._sums is not None:
             self._sums.spoil(down(piece.start), up(piece.stop) - down(piece.start))
@@ -143,12 +143,12 @@ class Sectors:
     def traffic(self) -> Traffic:
         return self._traffic
 
-    def read_piece(self, piece: Piece, buffer: Buffer) -> None:
+    def read_piece(self, piece: RequestPiece, buffer: PageBuffer) -> None:
         begin, num_bytes = down(piece.start), up(piece.stop) - down(piece.start)
         self.read(piece.request.label, begin, num_bytes, buffer.address)
         ctypes.memmove(piece.address, buffer.address + piece.start - begin, piece.stop - piece.start)
 
-    def write_piece(self, piece: Piece, buffer: Buffer) -> None:
+    def write_piece(self, piece: RequestPiece, buffer: PageBuffer) -> None:
         begin, num_bytes = down(piece.start), up(piece.stop) - down(piece.start)
         last = num_bytes - SECTOR_BYTES
         if piece.start > begin:
@@ -159,7 +159,7 @@ class Sectors:
         ctypes.memmove(buffer.address + piece.start - begin, piece.address, piece.stop - piece.start)
         self.write(begin, num_bytes, buffer.address)
 
-    def move(self, piece: Piece, is_write: bool, buffer: Buffer | None) -> None:
+    def move(self, piece: RequestPiece, is_write: bool, buffer: PageBuffer | None) -> None:
         if piece.is_straight:
             num_bytes = piece.stop - piece.start
             if is_write:
@@ -184,8 +184,8 @@ class Requests:
         self._request_bytes, self._timeout_s = request_bytes, timeout_s
         # Re-entrant: the garbage collector may end a store in any of its threads.
         self._lock = threading.Condition(threading.RLock())
-        self._queue: deque[Piece] = deque()
-        self._running: dict[int, Piece] = {}  # by thread
+        self._queue: deque[RequestPiece] = deque()
+        self._running: dict[int, RequestPiece] = {}  # by thread
         self._looks: dict[int, int] = {}  # at each of them
         self._refusal: BaseException | None = None  # of all that comes
 
@@ -243,7 +243,7 @@ class Requests:
 
     def work(self, number: int) -> None:
         """The life of a thread, which ends when everything is refused."""
-        buffer: Buffer | None = None
+        buffer: PageBuffer | None = None
         while (piece := self._take(number)) is not None:
             error: BaseException | None = None
             try:
@@ -251,7 +251,7 @@ class Requests:
                     self._leave_out(piece)
                 else:
                     if buffer is None and not piece.is_straight:
-                        buffer = Buffer(BUFFER_BYTES)
+                        buffer = PageBuffer(BUFFER_BYTES)
                     self.sectors.move(piece, self.is_write, buffer)
             except BaseException as raised:  # whatever it is, it belongs to whoever waits
                 error = raised
@@ -259,11 +259,11 @@ class Requests:
             self._end(number, piece.request, error)
             del piece, error  # an idle thread must not keep anybody's tensors alive
 
-    def _leave_out(self, piece: Piece) -> None:
+    def _leave_out(self, piece: RequestPiece) -> None:
         if self.is_write:
             self.sectors.spoil(piece)
 
-    def _take(self, number: int) -> Piece | None:
+    def _take(self, number: int) -> RequestPiece | None:
         with self._lock:
             while not self._queue:
                 if self._refusal is not None:

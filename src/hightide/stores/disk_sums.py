@@ -1,4 +1,4 @@
-"""What was written, sector by sector, so that other bytes are noticed when they are read.
+"""Sums of what was written, sector by sector, so that other bytes are noticed when they are read.
 
 [Note: sums] The 64-bit words of each eighth of a sector are added up. Upper bits that all of them have in common are
 lost in that, so the first word goes into it once more, shifted. The eight results are mixed, weighted by their places

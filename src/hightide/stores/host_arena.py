@@ -108,7 +108,7 @@ class HostArena(ArenaStore):
     def spare_bytes(self) -> int:
         """That could be lent now, in one piece or several."""
         with self._lock:
-            self._settle()
+            self._catch_up()
             return sum(num_bytes for _, num_bytes in self._runs.free_from(self._end))
 
     def free(self, region: Region) -> None:

@@ -102,7 +102,7 @@ class StorageLedger:
 
     @property
     def live_bytes(self) -> int:
-        self.settle()
+        self.catch_up()
         return self._live_bytes
 
     @property
@@ -111,7 +111,7 @@ class StorageLedger:
 
     def reset_peak(self) -> None:
         with self._lock:
-            self.settle()
+            self.catch_up()
             self._peak_bytes = self._live_bytes
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
@@ -123,7 +123,7 @@ class StorageLedger:
         key = id(storage)
         with self._lock:
             if self._dead:
-                self.settle()
+                self.catch_up()
             ref = self._known.get(key)
             if ref is not None and ref() is storage:
                 self._recount(ref, storage, num_bytes)
@@ -142,12 +142,12 @@ class StorageLedger:
     def pass_by(self, num_bytes: int, label: str) -> None:
         """Something is there, and gone again."""
         with self._lock:
-            self.settle()
+            self.catch_up()
             for delta_bytes in (num_bytes, -num_bytes):
                 self._change(self._num_counted, delta_bytes, label)
             self._num_counted += 1
 
-    def settle(self) -> None:
+    def catch_up(self) -> None:
         """Takes the storages that have died off the books."""
         dead = self._dead
         if not dead:

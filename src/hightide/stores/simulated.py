@@ -34,7 +34,7 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
 
     def lap(self) -> LapPeak:
         with self._lock:
-            self._settle()
+            self._catch_up()
             peak = LapPeak(self._lap_peak_bytes, None)
             self._lap_peak_bytes = self._used_bytes
             return peak
@@ -71,9 +71,9 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
         """Whether this tensor's bytes count here already."""
         return self._ledger.knows(tensor.untyped_storage())
 
-    def _settle(self) -> None:
-        super()._settle()
-        self._ledger.settle()
+    def _catch_up(self) -> None:
+        super()._catch_up()
+        self._ledger.catch_up()
 
     def _on_change(self, delta_bytes: int, label: str) -> None:
         """A storage was born or has died. One that does not fit stays counted until it dies: it is in RAM."""

@@ -112,7 +112,7 @@ class Store(ABC):
         size = self._rounded(num_bytes)
         with self._lock:
             self._check_open()
-            self._settle()
+            self._catch_up()
             offset = take(size) if self._used_bytes + size <= self.capacity_bytes else None
             if offset is None:
                 raise self._out_of_memory(size, label, self._free.largest_bytes)
@@ -154,7 +154,7 @@ class Store(ABC):
     def used_bytes(self) -> int:
         """What this store has handed out or counted; not what else may be on its device."""
         with self._lock:
-            self._settle()
+            self._catch_up()
             return self._used_bytes
 
     @property
@@ -164,13 +164,13 @@ class Store(ABC):
 
     def reset_peak(self) -> None:
         with self._lock:
-            self._settle()
+            self._catch_up()
             self._peak_bytes, self._peak_by_label = self._used_bytes, None
 
     def breakdown(self) -> dict[str, int]:
         """Bytes in use, by label."""
         with self._lock:
-            self._settle()
+            self._catch_up()
             return dict(self._by_label)
 
     def peak_breakdown(self) -> dict[str, int]:
@@ -203,7 +203,7 @@ class Store(ABC):
             return ticket
         return Ticket.completed(label)
 
-    def _settle(self) -> None:
+    def _catch_up(self) -> None:
         """Applies what has ended since the last look."""
         while self._to_free:
             self.free(self._to_free.popleft())

@@ -79,7 +79,7 @@ class Ticket:
         if self.fence is not None:
             self.fence.join()
 
-    def settle(self) -> None:
+    def wait_through(self) -> None:
         """Waits until the work is through, in the caller's thread."""
         self.wait()
         if self.fence is not None:

@@ -1,4 +1,4 @@
-"""What a Trainer is asked for: what the plan decides instead, what would make it wait for the GPU, what is refused."""
+"""A Trainer's arguments: what the plan decides instead, what would make it wait for the GPU, what is refused."""
 
 from __future__ import annotations
 

@@ -7,51 +7,36 @@ replaced where it does it:
   optimizer exists, and Accelerate adds autocast alone.
 - A step's batches are collected and given to the model in the calls of the plan, with the last of them: callbacks,
   counters and logs see the user's batches. See [Note: whose cut].
-- A checkpoint is written beside training. `checkpoint-N` is there when all of it is; who looks at it in `on_save`, or
-  uploads it, waits for it. Old ones are removed once it is there.
-- What it loads into the model and the optimizer when it resumes comes after wrapping: nothing exists twice. The plan
-  is that of the checkpoint, if it may be: see [Note: a plan goes on].
+- Checkpoints: see checkpoint_mixin.py.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import TorchDynamoPlugin
 from torch import Tensor, nn
-from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_callback import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 from hightide import api, asked
-from hightide.checkpoint.files.names import trainer_name
-from hightide.checkpoint.load import load
 from hightide.checkpoint.prepare import prepare_saves
-from hightide.checkpoint.save import save_for_trainer
-from hightide.checkpoint.saving import Saving
-from hightide.checkpoint.training import read_training
 from hightide.data.buckets import INPUT_IDS, PadToBucket, bucket_lengths
 from hightide.integrations.model_files import is_pretrained
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Plan, Update
+from hightide.optim.optimizer import WrappedOptimizer
 from hightide.profiler.model.block_finder import BlockChoice
-from hightide.runtime.run import Run
-from hightide.runtime.surgery import run_of
 from hightide.shard.told import in_company
 from hightide.trainer import arguments, recut
-from hightide.trainer.earlier_plan import Earlier, asked_of, earlier_plan, extra_of
-from hightide.trainer.first_batches import first_batches, first_call, kept_generators, replayed
+from hightide.trainer.checkpoint_mixin import CheckpointMixin, without_accelerate
+from hightide.trainer.earlier_plan import Earlier, asked_of, earlier_plan
+from hightide.trainer.first_batches import first_batches, first_call, replayed
 from hightide.trainer.only_evaluated import thaw, wrap_frozen
-from hightide.trainer.trainer_files import files_of, is_ours
-
-Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
 
-class TrainerMixin(Base):
+class TrainerMixin(CheckpointMixin):
     """Options beside those of the Trainer: `limits` (Limits, a dict of its arguments, or how much of the GPU as
     "24GiB"), `plan`, `micro_batch`, `update`, `gradients`, `compile`, `device` and `blocks` as of hightide.wrap;
     `lengths`, to which batches of training are padded: a list, or the longest of four."""
@@ -104,10 +89,7 @@ class TrainerMixin(Base):
         self._num_batches = 0  # that it will have
         self._num_items: Any = None  # labels in all of them
         self._frozen: list[nn.Parameter] | None = None  # by us, to be evaluated only
-        self._is_owed = False  # a model whose values are loaded after wrapping
-        self._resumes_from: str | None = None  # a checkpoint of ours, before the model is wrapped
-        self._asked: dict[str, Any] | None = None  # what the plan was made for; None: it is the user's
-        self._saving: tuple[Saving, str] | None = None  # under way, and the folder in which old ones are removed
+        self._is_wrapped_here = False  # and not by the user
         super().__init__(*args, **kwargs)
 
     # -- what the Trainer sets up ---------------------------------------------------------------------------------
@@ -179,20 +161,23 @@ class TrainerMixin(Base):
 
     # -- wrapping -------------------------------------------------------------------------------------------------
 
-    @property
-    def _run(self) -> Run | None:
-        return run_of(self.model)
-
     def create_optimizer(self, model: Any = None) -> Any:
-        if self._frozen is not None:  # there is something to train on since
-            api.unwrap(self.model)
-            frozen, self._frozen = self._frozen, None
-            thaw(frozen)
+        self._thaw()
         if self._run is None:
             self._wrap(self._plain_optimizer(model))
         elif self.optimizer is None:
-            raise ValueError("the model is wrapped already; pass its optimizer too: optimizers=(optimizer, None)")
+            raise ValueError(
+                "the model is wrapped already; pass its optimizer too, optimizers=(optimizer, None), or call "
+                "hightide.unwrap(model) first"
+            )
         return self.optimizer
+
+    def _thaw(self) -> None:
+        """There is something to train on since."""
+        if self._frozen is not None:
+            api.unwrap(self.model)
+            frozen, self._frozen = self._frozen, None
+            thaw(frozen)
 
     def _plain_optimizer(self, model: Any) -> Any:
         """Without a kernel of its own, for which parameters would have to be somewhere."""
@@ -229,6 +214,7 @@ class TrainerMixin(Base):
         run = self._run
         assert run is not None
         self._calls = run.plan.accumulate if is_free else None
+        self._is_wrapped_here = True
         if self.args.save_strategy != "no":
             prepare_saves(self.model, self.args.output_dir)
 
@@ -271,17 +257,30 @@ class TrainerMixin(Base):
         )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if training:
+            self._wrap_by_now()
         run = self._run
         if run is None:
             return super()._wrap_model(model, training, dataloader)
         run.gradients.takes_norms = True
         return self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
 
+    def _wrap_by_now(self) -> None:
+        """A subclass may make its optimizer without asking `create_optimizer` here, another one at each `train`: its
+        model would train plain, or not at all."""
+        self._thaw()
+        is_new = not isinstance(without_accelerate(self.optimizer), WrappedOptimizer)
+        if is_new and self._is_wrapped_here and self._run is not None:
+            api.unwrap(self.model)
+        if self._run is None:
+            self._wrap(self.optimizer)
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """A model need not fit the GPU: by now it is wrapped, to train, or where there is nothing to train on, to be
         evaluated only."""
         if self._run is None and self.train_dataset is not None:
             self.create_optimizer()
+            self._wrap_by_now()
         elif self._run is None:
             self._frozen = wrap_frozen(self, dataloader, self._wrap_options)
         return super().evaluation_loop(dataloader, *args, **kwargs)
@@ -332,96 +331,6 @@ class TrainerMixin(Base):
         if run is not None and run.plan.update is Update.IN_BACKWARD:
             return run.gradients.total_norm()
         return super()._get_grad_norm(model, grad_norm=grad_norm)
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self._run is None:
-            return super()._save_checkpoint(model, trial)
-        self.finish_saving()
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
-        folder, step = self._get_output_dir(trial=trial), self.state.global_step
-        best = self.state.best_global_step
-        if best and (best == step or os.path.exists(os.path.join(folder, trainer_name(best)))):
-            self.state.best_model_checkpoint = os.path.join(folder, trainer_name(best))
-        optimizer = None if self.args.save_only_model else _inner(self.optimizer)
-        batches = self._run.batches
-        extra = extra_of(self._asked, 0 if batches is None else batches.longest(INPUT_IDS))
-        saving = save_for_trainer(self.model, optimizer, folder, step, files_of(self), extra, wait=False)
-        self._saving = saving, folder
-        if self.args.push_to_hub or any(map(_looks_at_checkpoints, self.callback_handler.callbacks)):
-            self.finish_saving()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(saving.path))
-
-    def finish_saving(self) -> None:
-        """Waits until the checkpoint that was begun last is on the disk; raises if it could not be written."""
-        if self._saving is None:
-            return
-        (saving, folder), self._saving = self._saving, None
-        saving.wait()
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=folder,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self._run is None or self.args.world_size == 1:
-            super().save_model(output_dir, _internal_call)
-            return
-        values = self.model.state_dict()  # of all ranks, who all come here
-        if self.args.should_save:
-            self._save(output_dir, state_dict=values)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.finish_saving()
-        return super()._finalize_training(*args, **kwargs)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """After wrapping, where it is ours, or the model has no values so far."""
-        has_values = not any(param.is_meta for param in self.model.parameters())
-        self._resumes_from = resume_from_checkpoint if is_ours(resume_from_checkpoint) and self._run is None else None
-        self._is_owed = not is_ours(resume_from_checkpoint) and self._run is None and not has_values
-        if not is_ours(resume_from_checkpoint) and not self._is_owed:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        if not is_ours(checkpoint):
-            if self._is_owed:
-                self._load_from_checkpoint(checkpoint)
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        has_states = read_training(checkpoint).optimizer is not None
-        with kept_generators():  # the Trainer has its own moment for them
-            load(self.model, _inner(self.optimizer) if has_states else None, checkpoint)
-        scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
-        if has_states and os.path.isfile(scheduler):
-            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if not is_ours(best):
-            super()._load_best_model()
-            return
-        with kept_generators():
-            load(self.model, None, best)
-
-
-def _inner(optimizer: Any) -> Any:
-    """Accelerate has put its own around it."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _looks_at_checkpoints(callback: Any) -> bool:
-    return type(callback).on_save is not TrainerCallback.on_save
 
 
 def _numel(batch: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""What lies in a Trainer's checkpoint beside weights and states: as the Trainer itself writes it, taken at once."""
+"""Files of a Trainer's checkpoint beside weights and states: as the Trainer itself writes them, taken at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import torch
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
+from hightide.checkpoint.files.folder import refusal
 from hightide.checkpoint.files.manifest import NAME
+from hightide.checkpoint.training import TRAINING
 
 
 def is_ours(checkpoint: str | Path) -> bool:
-    return (Path(checkpoint) / NAME).is_file()
+    """ValueError for one of ours that was copied in part: as one of the plain Trainer it would have weights alone, and
+    training would begin anew with them."""
+    path = Path(checkpoint)
+    if not (path / NAME).is_file() and (path / TRAINING).is_file():
+        raise refusal(path, f"it has no {NAME}")
+    return (path / NAME).is_file()
 
 
 def files_of(trainer: Any) -> dict[str, bytes]:

@@ -17,8 +17,8 @@ from hightide.ir.limits import Limits
 from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
+from hightide.loading.first_values import first_values
 from hightide.loading.initial import lacks_values
-from hightide.loading.values import first_values
 from hightide.optim.registry import rule_for
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.process.interrupts import in_a_line

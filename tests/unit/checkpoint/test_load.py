@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,33 @@ def test_damage_changes_nothing_of_a_plain_pair(pattern: str, saved: Path) -> No
     refused(saved, model, optimizer, rf"damaged: {name}.*no whole checkpoint beside it")
 
 
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_newest_one_that_is_not_whole_is_told_and_named_where_there_is_no_other(
+    is_wrapped: bool, saved: Path
+) -> None:
+    model, optimizer = pair(is_wrapped, seed=1)
+    for step in (3, 4):
+        hightide.save(model, optimizer, saved.parent, step=step, wait=True)
+    (saved.parent / "step-3" / "training.json").unlink()
+    os.truncate(saved.parent / "step-4" / "training.json", 2)
+    (saved.parent / "step-5.tmp").mkdir()  # a save that was cut off is no loss
+    with pytest.warns(UserWarning) as told:
+        assert hightide.load(model, optimizer, saved.parent).step == 2
+    texts = [str(one.message) for one in told]
+    assert len(texts) == 2 and all("step-2 is taken instead" in text for text in texts)
+    assert "step-4 is damaged: training.json has 2 bytes" in texts[0]
+    assert "step-3 is damaged: training.json is missing" in texts[1]
+    (saved / "manifest.json").unlink()
+    for read in (
+        lambda: hightide.load(model, optimizer, saved.parent),
+        lambda: hightide.optimizer_state_dict(saved.parent),
+    ):
+        with pytest.raises(
+            ValueError, match=r"step-4 is damaged: training.json has 2 bytes.*no whole checkpoint beside"
+        ):
+            read()
+
+
 def test_random_numbers_go_on(saved: Path) -> None:
     drawn = []
     for seed in (7, 8):
@@ -399,8 +427,12 @@ def test_files_of_torch_save_are_not_run(tmp_path: Path) -> None:
 
     torch.save({"model": {}, "more": Evil()}, tmp_path / "evil.pt")
     model, _ = pair(wrapped=False)
-    with pytest.raises(Exception, match=r"weights_only|[Uu]nsupported"):
-        hightide.load(model, None, tmp_path / "evil.pt")
+    torch.save(model, tmp_path / "pickled.pt")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "short.pt").write_bytes((tmp_path / "pickled.pt").read_bytes()[:-50])
+    for name in ("evil", "pickled", "empty", "short"):
+        with pytest.raises(ValueError, match=rf"{name}.pt is damaged, or holds more than .*weights_only=True.*: save"):
+            hightide.load(model, None, tmp_path / f"{name}.pt")
     assert not (tmp_path / "touched").exists()
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"a": 3}, tmp_path / "other.pt")

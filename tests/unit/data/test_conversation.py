@@ -28,6 +28,11 @@ FORGETFUL = (  # earlier turns are written in another way when more follow, as t
     "{% for message in messages %}<{{ message.role }}>{% if loop.last %}thought {% endif %}{{ message.content }}"
     "{% endfor %}"
 )
+THINKING = (  # as Qwen3: of earlier turns only what was said, of the last one its thoughts too, and be they none
+    "{% for message in messages %}{{ '<' + message.role + '>' }}{% if message.role == 'assistant' and loop.last %}"
+    "{{ '<think></think>' }}{% endif %}{{ message.content.split('</think>')[-1] + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
 STRICT = "{% for message in messages %}{{ raise_exception('only users may speak') }}{% endfor %}"
 
 
@@ -66,6 +71,21 @@ def test_a_template_that_marks_them_is_asked() -> None:
     made = tokenizer(MARKED)
     ids, flags = Conversations(made, completions_only=True).tokens(TURNS, "here")
     assert said(made, ids, flags) == ["yes: é!", "of men!"]
+
+
+def test_earlier_turns_that_a_template_writes_without_thoughts_are_learned_as_it_writes_them() -> None:
+    made = tokenizer(THINKING)
+    ids, flags = Conversations(made, completions_only=True).tokens(TURNS, "here")
+    assert said(made, ids, flags) == ["yes: é<end>", "<think></think>of men<end>"]
+    thoughtful = [*TURNS[:2], {"role": "assistant", "content": "a moon</think>yes"}, *TURNS[3:]]
+    with pytest.raises(ValueError, match=r"here: the chat template writes turn 3 in another way"):
+        Conversations(made, completions_only=True).tokens(thoughtful, "here")
+
+
+def test_words_that_begin_a_turn_are_not_learned_of_the_first_one_either() -> None:
+    made = tokenizer()
+    ids, flags = Conversations(made, completions_only=True).tokens(TURNS[2:], "here")
+    assert said(made, ids, flags) == ["yes: é<|im_end|>\n", "of men<|im_end|>\n"]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +137,35 @@ def test_no_content_is_not_learned_as_a_word() -> None:
     made = tokenizer(calling)
     ids, _ = Conversations(made, completions_only=False).tokens(calls, "here")
     assert made.decode(ids) == "<user>a tide?<assistant>calls f"
+    del calls[1]["content"]  # as some write it
+    assert Conversations(made, completions_only=False).tokens(calls, "here")[0] == ids
+
+
+def test_keys_without_a_value_are_as_if_they_were_not_there() -> None:
+    asking = "{% for message in messages %}{% if 'tool_calls' in message %}{{ message.tool_calls | length }}{% endif %}"
+    made = tokenizer(asking + "{{ message.content }}|{% endfor %}")
+    turns = [{**turn, "tool_calls": None, "name": None} for turn in TURNS[1:3]]
+    ids, _ = Conversations(made, completions_only=False).tokens(turns, "here")
+    assert made.decode(ids) == "a tide?|yes: é|"
+
+
+def test_arguments_that_are_json_get_no_quotes_around_them() -> None:
+    calling = (
+        "{% for message in messages %}{{ message.content or '' }}{% for call in message.tool_calls or [] %}"
+        "{% if call.function %}{% set call = call.function %}{% endif %}{{ call.arguments WRITTEN }}"
+        "{% endfor %}{% endfor %}"
+    )
+    for written, arguments, expected in (
+        ("| tojson", '{"a": 1}', '{"a": 1}'),
+        ("| tojson", {"a": 1}, '{"a": 1}'),
+        ("| tojson", "tide", '"tide"'),
+        ("", '{"a":1}', '{"a":1}'),  # by a template that takes text
+    ):
+        made = tokenizer(calling.replace("WRITTEN", written))
+        for one in ({"name": "f", "arguments": arguments}, {"function": {"name": "f", "arguments": arguments}}):
+            turns = [TURNS[1], {"role": "assistant", "content": None, "tool_calls": [one]}]
+            ids, _ = Conversations(made, completions_only=False).tokens(turns, "here")
+            assert made.decode(ids) == f"a tide?{expected}"
 
 
 def test_content_in_parts_is_written_as_one_text_or_by_a_template_that_looks_into_them() -> None:

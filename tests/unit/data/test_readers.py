@@ -79,6 +79,16 @@ def test_lines_of_json_may_be_called_json(tmp_path: Path) -> None:
         ("a.csv", "id;text\n1;a\n", r"a.csv, line 1: columns seem to be separated by ';'"),
         ("a.csv", 'text\n"a', r"a.csv, line 2: it is not CSV"),
         ("a.txt", b"first\nsecond \xff", r"a.txt, line 2: it is not UTF-8"),
+        ("a.jsonl", '{"text": "a"}\n{"n": ' + "9" * 5000 + "}", r"a.jsonl, line 2: it has a number of thousands"),
+        ("a.json", '[{"n": ' + "9" * 5000 + "}]", r"a.json has a number of thousands"),
+        (
+            "a.json",
+            '{\n "data": [{"text": "a"}]\n}',
+            r"a.json holds one mapping over several lines; .* one row per line",
+        ),
+        ("a.jsonl.gz", b"\x1f\x8b\x08", r"a.jsonl.gz is compressed: gunzip it first"),
+        ("a.jsonl", b"\x1f\x8b\x08", r"a.jsonl is compressed: gunzip it first, it lacks the ending"),
+        ("a.txt", "version https://git-lfs.github.com/spec/v1\noid", r"a.txt is a pointer of Git LFS.*: git lfs pull"),
         ("a.parquet", "text", r"a.parquet is no Parquet file"),
         ("a.docx", "text", r"a.docx is of no known format"),
     ],
@@ -131,6 +141,43 @@ def test_parts_of_a_dataset_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"several parts \(train, test\); name one of them: .*both/train"):
         rows_of(tmp_path / "both")
     assert len(rows_of(tmp_path / "both" / "train")) == 2
+
+
+CALLS = [
+    {
+        "tools": [{"name": "f", "properties": {"a": {"type": "integer"}}}],
+        "messages": [{"role": "user", "content": "a"}],
+    },
+    {
+        "tools": [{"name": "g", "properties": {"b": {"type": "text", "any": ["x"]}}}],
+        "messages": [{"role": "assistant", "content": None, "calls": [{"name": "g", "arguments": {"b": 1}}]}],
+    },
+]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_tables_add_no_keys_to_mappings(tmp_path: Path, kind: str) -> None:
+    """Each has the keys of all others, which a template would write."""
+    datasets = pytest.importorskip("datasets")
+    data, path = datasets.Dataset.from_list(CALLS), tmp_path / f"data.{kind}"
+    data.to_parquet(str(path)) if kind == "parquet" else data.save_to_disk(str(path))
+    assert [dict(row.fields) for row in rows_of(path)] == CALLS
+
+
+def test_a_table_that_is_damaged_in_the_middle_names_its_row(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    path = written(tmp_path, "parquet")
+    content = path.read_bytes()
+    path.write_bytes(content[:20] + bytes(20) + content[40:])
+    with pytest.raises(ValueError, match=r"data.parquet is damaged behind row 0: .*; get it again"):
+        rows_of(path)
+
+
+def test_a_dataset_that_was_saved_with_a_format_has_all_columns(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"text": "a", "ids": [1]}]).with_format("numpy", columns=["ids"])
+    data.save_to_disk(str(tmp_path / "shown"))
+    assert [dict(row.fields) for row in rows_of(tmp_path / "shown")] == [{"text": "a", "ids": [1]}]
 
 
 # -- text ------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_the_first_part_of_an_update_is_measured_against_the_whole(monkeypatch: 
 
     monkeypatch.setattr(measure, "measure_together", paced)
     operands = update_arrays(1024, lambda numel, dtype: torch.empty(numel, dtype=dtype))
-    found = measure._first_part(SimpleNamespace(sharers=UpdateThreads(1, 10.0)), operands, 0.0)  # type: ignore[arg-type]
+    found = measure._first_part(SimpleNamespace(update_threads=UpdateThreads(1, 10.0)), operands, 0.0)  # type: ignore[arg-type]
     assert found == pytest.approx((13 / 12 + 26 / 20) / 2 * 26 / 18)
 
 

@@ -16,7 +16,7 @@ from waiting import soon
 
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
-    made = Lanes(timeout_s=20.0, update_threads=1)
+    made = Lanes(timeout_s=20.0, num_update_threads=1)
     yield made
     made.close()
 

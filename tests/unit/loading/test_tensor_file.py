@@ -152,6 +152,14 @@ def test_headers_that_are_none_are_refused(tmp_path: Path, header: bytes, length
     assert len(str(refused.value)) < 1000
 
 
+def test_a_pointer_of_git_lfs_says_how_to_get_the_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+    with pytest.raises(
+        ValueError, match=r"file is a pointer of Git LFS, without the file itself; get it: git lfs pull"
+    ):
+        read_header(tmp_path / "file")
+
+
 def test_a_header_of_100_megabytes_is_not_parsed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with open(path, "wb") as file:

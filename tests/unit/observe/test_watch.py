@@ -274,7 +274,7 @@ def test_a_run_that_cannot_be_moved_goes_on_as_it_was(
     moves = []
 
     def move_to(self: Run, *_: Any) -> None:
-        moves.append(self.executor.settle())  # as the real one does first
+        moves.append(self.executor.come_to_rest())  # as the real one does first
         raise error
 
     monkeypatch.setattr(Run, "move_to", move_to)

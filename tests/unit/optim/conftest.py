@@ -12,6 +12,6 @@ from hightide.runtime.lanes.lanes import Lanes
 @pytest.fixture(scope="package")
 def lanes() -> Iterator[Lanes]:
     """Threads enough that a tile may run on any of several."""
-    lanes = Lanes(timeout_s=60.0, update_threads=3)
+    lanes = Lanes(timeout_s=60.0, num_update_threads=3)
     yield lanes
     lanes.close()

@@ -82,7 +82,7 @@ def test_c_and_torch_give_the_same_bits(lanes, kind, hyper, scale):
     for kernel in ("c", "torch"):
         ops = operands(kind, numel)
         for step in range(1, 6):
-            HostUpdate(RULE, lanes.sharers, kernel, 8 * ALIGN_NUMEL).update(ops, step, hyper, scale)
+            HostUpdate(RULE, lanes.update_threads, kernel, 8 * ALIGN_NUMEL).update(ops, step, hyper, scale)
         results.append(ops)
     same = torch.equal(results[0].master_values(), operands(kind, numel).master_values())
     assert not same or (scale == 0.0 and not hyper.weight_decay)
@@ -96,7 +96,7 @@ def test_c_and_torch_give_the_same_bits(lanes, kind, hyper, scale):
 def test_twenty_steps_equal_torch_optim(lanes):
     """Not the fused kernel but AdamW as users make it, with the tolerance of the rule's own test."""
     numel = 4097
-    ops, update = operands("fp32", numel), HostUpdate(RULE, lanes.sharers, "c", 4 * ALIGN_NUMEL)
+    ops, update = operands("fp32", numel), HostUpdate(RULE, lanes.update_threads, "c", 4 * ALIGN_NUMEL)
     reference = nn.Parameter(ops.master.clone())
     optimizer = torch.optim.AdamW([reference], lr=1e-2, weight_decay=0.1)
     generator = torch.Generator().manual_seed(1)
@@ -116,7 +116,10 @@ def test_c_gives_the_same_bits_however_a_range_is_cut(lanes, kind):
     """Anywhere, not only at aligned elements: vectors' bodies and tails round alike."""
     numel = 5000
     whole, parts = operands(kind, numel), operands(kind, numel)
-    one, many = HostUpdate(RULE, lanes.sharers, "c", 1 << 20), HostUpdate(RULE, lanes.sharers, "c", ALIGN_NUMEL)
+    one, many = (
+        HostUpdate(RULE, lanes.update_threads, "c", 1 << 20),
+        HostUpdate(RULE, lanes.update_threads, "c", ALIGN_NUMEL),
+    )
     for step in range(1, 4):
         one.update(whole, step, HYPER, 0.7)
         for start, stop in itertools.pairwise([0, 1, 8, 23, 1000, 1001, 4990, numel]):
@@ -132,7 +135,7 @@ def test_in_two_parts_it_gives_the_same_bits(lanes, kind, hyper, scale):
     """The first leaves the states as they are; the second, everything else."""
     numel = 3001
     whole, parts = operands(kind, numel), operands(kind, numel)
-    update = HostUpdate(RULE, lanes.sharers, "c", 8 * ALIGN_NUMEL)
+    update = HostUpdate(RULE, lanes.update_threads, "c", 8 * ALIGN_NUMEL)
     assert update.has_parts(parts, hyper)
     for step in range(1, 5):
         update.update(whole, step, hyper, scale)
@@ -154,7 +157,7 @@ def test_what_cannot_be_done_in_parts(lanes):
     """A decay by way of the gradient reads the parameter of before; torch's operations do all of it at once."""
     coupled = replace(HYPER, decoupled=False)
     ops = operands("fp32", 8)
-    assert not HostUpdate(RULE, lanes.sharers, "torch").has_parts(ops, HYPER)
+    assert not HostUpdate(RULE, lanes.update_threads, "torch").has_parts(ops, HYPER)
     assert not AdamRule().has_parts(coupled) and AdamRule().has_parts(replace(coupled, weight_decay=0.0))
     assert not SGDRule().has_parts(SGDRule().read(torch.optim.SGD([nn.Parameter(torch.zeros(1))]).param_groups[0]))
 
@@ -172,7 +175,7 @@ def test_infinities_and_nans_are_what_torch_makes_of_them(lanes, kind, kernel):
     reference = nn.Parameter(ops.master_values().clone())
     reference.grad = ops.grad.float()
     torch.optim.AdamW([reference], lr=1e-2, weight_decay=0.1).step()
-    HostUpdate(RULE, lanes.sharers, kernel).update(ops, 1, HYPER)
+    HostUpdate(RULE, lanes.update_threads, kernel).update(ops, 1, HYPER)
     expected = reference.detach()
     found = ops.master_values()
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=3e-7, atol=2e-7)
@@ -209,7 +212,7 @@ def test_conversions_of_every_half_and_of_the_halves_between():
 def test_threads_leave_the_gradient_and_what_lies_beside_the_range_alone(lanes, kernel):
     ops, kept = operands("bf16", 20 * ALIGN_NUMEL), operands("bf16", 20 * ALIGN_NUMEL)
     part = slice(3 * ALIGN_NUMEL, 17 * ALIGN_NUMEL)
-    HostUpdate(RULE, lanes.sharers, kernel, ALIGN_NUMEL).update(ops[part], 1, HYPER)
+    HostUpdate(RULE, lanes.update_threads, kernel, ALIGN_NUMEL).update(ops[part], 1, HYPER)
     assert torch.equal(ops.grad, kept.grad)
     for new, old in zip(written(ops), written(kept), strict=True):
         assert torch.equal(new[: part.start], old[: part.start]) and torch.equal(new[part.stop :], old[part.stop :])
@@ -222,14 +225,14 @@ def test_a_failing_tile_stops_the_update_with_its_own_error(lanes):
             raise ZeroDivisionError("a tile")
 
     with pytest.raises(ZeroDivisionError, match="a tile"):
-        HostUpdate(Broken(), lanes.sharers, "torch", ALIGN_NUMEL).update(operands("fp32", 1000), 1, HYPER)
+        HostUpdate(Broken(), lanes.update_threads, "torch", ALIGN_NUMEL).update(operands("fp32", 1000), 1, HYPER)
 
 
 def test_dtypes_that_the_kernel_does_not_know_run_on_torch(lanes):
     master = torch.randn(300)
     expected, out = master.clone(), torch.zeros(300, dtype=torch.float64)
     grad = torch.randn(300)
-    HostUpdate(RULE, lanes.sharers).update(Operands(master, grad, tuple(torch.zeros(2, 300)), out), 1, HYPER)
+    HostUpdate(RULE, lanes.update_threads).update(Operands(master, grad, tuple(torch.zeros(2, 300)), out), 1, HYPER)
     RULE.update(Operands(expected, grad, tuple(torch.zeros(2, 300))), 1, HYPER)
     assert torch.equal(master, expected) and torch.equal(out, expected.double())
 
@@ -248,20 +251,20 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(lanes, unloaded, monk
     monkeypatch.setenv("CC", "/nowhere/cc")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(RuntimeWarning, match=r"no C compiler '/nowhere/cc'.*torch's operations.*HIGHTIDE_KERNELS=0"):
-        update = HostUpdate(RULE, lanes.sharers)
+        update = HostUpdate(RULE, lanes.update_threads)
     assert update.kernel == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert HostUpdate(RULE, lanes.sharers).kernel == "torch"
+        assert HostUpdate(RULE, lanes.update_threads).kernel == "torch"
     with pytest.raises(RuntimeError, match="no compiled kernel"):
-        HostUpdate(RULE, lanes.sharers, "c")
+        HostUpdate(RULE, lanes.update_threads, "c")
 
 
 def test_the_environment_switches_the_kernel_off(lanes, unloaded, monkeypatch):
     monkeypatch.setenv("HIGHTIDE_KERNELS", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert HostUpdate(RULE, lanes.sharers).kernel == "torch"
+        assert HostUpdate(RULE, lanes.update_threads).kernel == "torch"
 
 
 @needs_compiler

@@ -94,7 +94,10 @@ def test_ten_steps_equal_torch(lanes: Lanes, kind: type[Rule], name: str, numel:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
     if kernel == "c" and rule.kernel() is None:
         pytest.skip("this rule has no kernel in C")
-    update, generator = HostUpdate(rule, lanes.sharers, kernel, 4 * ALIGN_NUMEL), torch.Generator().manual_seed(1)
+    update, generator = (
+        HostUpdate(rule, lanes.update_threads, kernel, 4 * ALIGN_NUMEL),
+        torch.Generator().manual_seed(1),
+    )
     for step in range(1, 11):
         ops.grad.copy_(torch.randn(numel, generator=generator))
         kept = ops.grad.clone()
@@ -122,7 +125,7 @@ def test_c_and_torch_give_the_same_bits(lanes: Lanes, kind: type[Rule], name: st
     for kernel in ("c", "torch"):
         ops = operands(rule, dtypes, 40 * ALIGN_NUMEL)
         for step, scale in enumerate([1.0, 0.37, 0.0, 1.0], 1):
-            HostUpdate(rule, lanes.sharers, kernel, 8 * ALIGN_NUMEL).update(ops, step, hyper, scale)
+            HostUpdate(rule, lanes.update_threads, kernel, 8 * ALIGN_NUMEL).update(ops, step, hyper, scale)
         results.append(ops)
     assert not torch.equal(results[0].master, operands(rule, dtypes, 40 * ALIGN_NUMEL).master)
     exact = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")

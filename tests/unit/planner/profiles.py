@@ -15,7 +15,7 @@ from hightide.ir.machine import Machine
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.chunk_place import RING_COUNTS
-from hightide.planner.inputs_on_disk import passing_calls
+from hightide.planner.disk_inputs import passing_calls
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss_tiles import loss_tile_tokens
 from hightide.planner.lower import lower

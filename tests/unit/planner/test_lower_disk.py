@@ -14,8 +14,8 @@ from hightide.ir.costs import Costs
 from hightide.ir.machine import Disk, Machine
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
+from hightide.planner.disk_inputs import stored_bytes
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lower import lower
 from hightide.planner.placement import Placement
 from hightide.planner.predict.bounds import least_step_s

@@ -15,8 +15,8 @@ from hightide.ir.machine import Disk
 from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.chunk_place import RING_COUNTS
+from hightide.planner.disk_inputs import passing_calls
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower, lower_step
 from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import peaks, step_peaks

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from hightide.process import interrupts
-from hightide.process.interrupts import Hold, deferred, held, in_a_line, is_interrupt, safe_point
+from hightide.process.interrupts import Hold, deferred, in_a_line, is_interrupt, safe_point, uninterrupted
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -52,10 +52,10 @@ def test_it_waits_for_a_safe_point() -> None:
     assert done == [1] and is_default()
 
 
-@pytest.mark.parametrize("inner", [held, deferred])
+@pytest.mark.parametrize("inner", [uninterrupted, deferred])
 def test_what_is_held_has_no_safe_points(inner: object) -> None:
     done = False
-    with pytest.raises(KeyboardInterrupt), deferred, held, inner:  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt), deferred, uninterrupted, inner:  # type: ignore[attr-defined]
         ctrl_c()
         safe_point()
         done = True
@@ -65,7 +65,7 @@ def test_what_is_held_has_no_safe_points(inner: object) -> None:
 def test_inside_of_another_section_the_end_of_a_held_one_does_not_raise() -> None:
     done = False
     with pytest.raises(KeyboardInterrupt), deferred:
-        with held:
+        with uninterrupted:
             ctrl_c()
         done = True
         safe_point()
@@ -120,7 +120,7 @@ def test_a_handler_that_raises_something_else() -> None:
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_what_is_ignored_or_ends_the_process_stays_so(handler: signal.Handlers) -> None:
     signal.signal(signal.SIGINT, handler)
-    with deferred, held:
+    with deferred, uninterrupted:
         assert signal.getsignal(signal.SIGINT) is handler
         safe_point()
     assert signal.getsignal(signal.SIGINT) is handler
@@ -177,7 +177,7 @@ def test_in_another_thread_nothing_happens() -> None:
     seen: list[object] = []
 
     def work() -> None:
-        with deferred, held:
+        with deferred, uninterrupted:
             seen.append(signal.getsignal(signal.SIGINT))
             safe_point()
 
@@ -199,7 +199,7 @@ def test_whoever_asks_again_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.06)
         ctrl_c()
         raise AssertionError
-    with pytest.raises(KeyboardInterrupt), held:
+    with pytest.raises(KeyboardInterrupt), uninterrupted:
         ctrl_c()
         time.sleep(0.06)
         ctrl_c()

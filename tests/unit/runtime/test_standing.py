@@ -14,7 +14,8 @@ from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.standing import is_watched_by
 from hightide.shard.communicators import GATHER, REDUCE
 from hightide.shard.own_rank import Standing
-from hightide.shard.watchman import Patience, Watchman
+from hightide.shard.patience import Patience
+from hightide.shard.watchman import Watchman
 from hightide.stores.ticket import Ticket
 from waiting import soon
 

@@ -11,10 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from hightide.shard import watchman as watchman_module
+from hightide.shard.fault_finder import BEATS_OF_GPU
 from hightide.shard.issued import SHOWN
 from hightide.shard.own_rank import Standing
+from hightide.shard.patience import BEATS_OF_DOUBT, Patience
 from hightide.shard.verdicts import compare
-from hightide.shard.watchman import BEATS_OF_DOUBT, BEATS_OF_GPU, Patience, RankFailure, Watchman
+from hightide.shard.watchman import RankFailure, Watchman
 from waiting import LONG_S, OwnThreads, soon
 
 QUICK = Patience(timeout_s=60.0, warn_s=30.0, silent_s=1.2, beat_s=0.02)

@@ -33,7 +33,7 @@ def loaded(limit_bytes: int, outside_bytes: int) -> Limit:
     """A limit that is in force."""
     limit = Limit(limit_bytes)
     device_limit.add(0, limit, outside_bytes)
-    device_limit.settle(0, limit, outside_bytes)
+    device_limit.end_loading(0, limit, outside_bytes)
     return limit
 
 
@@ -55,13 +55,13 @@ def test_a_limit_counts_before_its_slab_is_there(device: FakeDevice) -> None:
     first, second = Limit(200, slab_bytes=80), Limit(100, slab_bytes=70)
     device_limit.add(0, first, 150)  # 50 of somebody else, and two models: 60 and 40
     assert device.fraction == 0.36, "nothing that is there is in the way while the first is loaded"
-    device_limit.settle(0, first, 170)  # its slab is there, and the first model is not any more
+    device_limit.end_loading(0, first, 170)  # its slab is there, and the first model is not any more
     assert device.fraction == 0.29
     device_limit.add(0, second, 180)  # with what the first run has allocated
     assert device.fraction == 0.4, "its slab does not fail under the first one's limit"
-    device_limit.settle(0, second, 210)
+    device_limit.end_loading(0, second, 210)
     assert device.fraction == 0.36
-    device_limit.settle(0, second, 2000)
+    device_limit.end_loading(0, second, 2000)
     assert device.fraction == 0.36, "what is allocated later is not outside"
 
 

@@ -17,7 +17,7 @@ import hightide
 from hightide import wrapping
 from hightide.checkpoint.training import read_plan
 from hightide.ir.plan import Forecast
-from hightide.trainer import earlier_plan, mixin
+from hightide.trainer import checkpoint_mixin, earlier_plan
 from trainers import LIMITS, fresh_accelerate, logs, rows, trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "max_steps": 4}
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_does_not_say_what_its_plan_was_made_for(
     searches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of an older version."""
-    monkeypatch.setattr(mixin, "extra_of", lambda *_: None)
+    monkeypatch.setattr(checkpoint_mixin, "extra_of", lambda *_: None)
     first = begun(tmp_path)
     searches.clear()
     with warnings.catch_warnings():
@@ -190,6 +190,34 @@ def test_one_that_cannot_be_read(
     with pytest.warns(UserWarning, match="cannot be read, another is made: the plan was made by version 7") as all:
         second = resumed(first, tmp_path)
     assert len(all) == 1 and len(searches) == 1 and logs(second) == logs(first)
+
+
+@pytest.mark.parametrize("gone", ["manifest.json", "rng_state.pth"])
+def test_one_of_a_damaged_checkpoint_is_not_asked_for(
+    gone: str, plain: Any, searches: list[str], tmp_path: Path
+) -> None:
+    """It is refused before anybody plans. Without its manifest the plain Trainer would take its weights alone."""
+    kept = Path(plain.args.output_dir) / "checkpoint-2"
+    shutil.copytree(kept, tmp_path / "second" / "checkpoint-1")
+    shutil.copytree(kept, tmp_path / "second" / "checkpoint-2")
+    (tmp_path / "second" / "checkpoint-2" / gone).unlink()
+    second = trainer(tmp_path / "second", **OPTIONS)
+    with pytest.raises(ValueError, match=rf"checkpoint-2 is damaged: .*{gone}.*; "):
+        second.train(resume_from_checkpoint=True)
+    assert not searches and second.state.global_step == 0
+
+
+def test_a_checkpoint_that_is_still_being_written_is_waited_for(plain: Any, tmp_path: Path) -> None:
+    """As after Ctrl-C in a notebook."""
+    second, folder = trainer(tmp_path / "second", **OPTIONS), tmp_path / "second"
+
+    class Saving:
+        def wait(self) -> None:
+            shutil.copytree(Path(plain.args.output_dir) / "checkpoint-2", folder / "checkpoint-2")
+
+    second._saving = Saving(), str(folder)
+    second.train(resume_from_checkpoint=True)
+    assert logs(second) == logs(plain)
 
 
 @pytest.mark.parametrize("longest_at", [2, 3], ids=["before the checkpoint", "after it"])

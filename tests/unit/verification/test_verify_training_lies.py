@@ -262,6 +262,6 @@ def test_what_wrap_raises_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(self: Run) -> None:
         raise ZeroDivisionError("no slots")
 
-    monkeypatch.setattr(Run, "settle", fail)
+    monkeypatch.setattr(Run, "fix_memory", fail)
     verdict = verified()
     assert not verdict.equal and verdict.failure == "ZeroDivisionError: no slots" and not verdict.rows

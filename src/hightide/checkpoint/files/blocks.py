@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hightide.checkpoint.files import filesystem
 from hightide.ir.save_sizes import NUM_BLOCKS, SMALL_BLOCK_BYTES, num_blocks
-from hightide.stores.disk_file import SECTOR_BYTES, Buffer
+from hightide.stores.disk_file import SECTOR_BYTES, PageBuffer
 from hightide.stores.threads import background
 
 NUM_WRITERS = 6
@@ -135,7 +135,7 @@ class _LentMemory:
 
 
 def _new(num_bytes: int) -> Memory:
-    buffer = Buffer(num_bytes)
+    buffer = PageBuffer(num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             buffer.memory.madvise(mmap.MADV_HUGEPAGE)

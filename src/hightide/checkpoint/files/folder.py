@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints: which are whole, which is the newest, what is damaged and where."""
+"""A folder of checkpoints: which are whole, which is the newest, what is damaged and where."""
 
 from __future__ import annotations
 
@@ -91,6 +91,14 @@ def refusal(path: str | Path, problem: str, num_more: int = 0) -> DamagedCheckpo
     whole = latest(path.absolute().parent, verify=True)
     offer = f"the newest whole checkpoint is {shown(whole)}" if whole else "there is no whole checkpoint beside it"
     return DamagedCheckpoint(f"{shown(path)} is damaged: {problem}{more}; {offer}")
+
+
+def whole_manifest_of(path: Path) -> Manifest:
+    """Of a checkpoint that is about to be used: for one that is damaged, which one is whole is told."""
+    try:
+        return manifest_of(path)
+    except ValueError as error:
+        raise refusal(path, str(error)) from error
 
 
 def manifest_of(path: Path) -> Manifest:

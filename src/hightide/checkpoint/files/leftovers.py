@@ -1,4 +1,4 @@
-"""What crashed saves and removals leave behind: only what is ours is touched, and only when nobody is at it.
+"""Leftovers of crashed saves and removals: only what is ours is touched, and only when nobody is at it.
 
 [Note: removing] A checkpoint that goes is renamed to `step-N.gone` first, which is none any more; its files go, its
 manifest last, so that until then whoever comes later knows it for ours. Files that somebody else has put there stay,

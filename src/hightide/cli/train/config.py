@@ -80,7 +80,7 @@ class DataConfig:
             _at_least(1, self.text_bytes, "data.text_bytes")
             _at_most(MAX_TEXT_BYTES, self.text_bytes, "data.text_bytes")
         if self.date is not None:
-            parse_date(self.date, "data.date")
+            parse_date(self.date)
 
 
 @dataclass(frozen=True)
@@ -276,11 +276,13 @@ class TrainConfig:
         return yaml.safe_dump(json.loads(to_json(self)), sort_keys=False)
 
 
-def parse_date(text: str, name: str) -> date:
+def parse_date(text: str) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"{name}={quoted(text)} is no date; write it as year-month-day, such as 2026-11-18") from None
+        raise ValueError(
+            f"data.date={quoted(text)} is no date; write it as year-month-day, such as 2026-11-18"
+        ) from None
 
 
 def _at_least(least: float, value: float, name: str) -> None:

@@ -21,7 +21,7 @@ from hightide.cli.train.config import TrainConfig
 from hightide.cli.train.tiny_model import STANDARD_LIBRARY, tiny_folder
 from hightide.cli.workload import Dtype
 from hightide.data.packing import SEPARATED
-from hightide.integrations.folder import CONFIG, blaming, check_folder, import_transformers
+from hightide.integrations.foreign_folder import CONFIG, blaming, check_folder, import_transformers
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.integrations.shapes import config_of_folder, max_length, same_rotary_length
 from hightide.ir.foreign import KEPT, quoted, shown, with_article

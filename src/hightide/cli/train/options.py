@@ -1,4 +1,4 @@
-"""What the command line of `hightide train` says, and how it goes on top of a settings file."""
+"""Options of `hightide train`, and how they go on top of a settings file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a run knows of itself beside model, optimizer and random numbers: a checkpoint's `extra`. By it a run is
-recognised: what decides about the values must be as it was; where things live may change."""
+"""State of a run beside model, optimizer and random numbers: a checkpoint's `extra`. By it a run is recognised: what
+decides about the values must be as it was; where things live may change."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import torch
 
 from hightide.cli.train.config import ModelConfig
 from hightide.data.readers import Row, read_rows
-from hightide.integrations.folder import import_transformers
+from hightide.integrations.foreign_folder import import_transformers
 from hightide.integrations.model_files import without_bars
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))

@@ -1,4 +1,5 @@
-"""What comes of a run: a folder for transformers, or an adapter for PEFT, with the tokenizer; and some text."""
+"""The trained model that comes of a run: a folder for transformers, or an adapter for PEFT, with the tokenizer; and
+some text."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import torch
 
 from hightide.cli.train.company import Company
 from hightide.cli.train.config import SampleConfig
+from hightide.cli.train.saves import SaveFailed
 from hightide.integrations.model_files import without_bars
+from hightide.ir.foreign import shown
 
 
 def save_trained(model: Any, tokenizer: Any, folder: Path, company: Company) -> None:
@@ -21,10 +24,26 @@ def save_trained(model: Any, tokenizer: Any, folder: Path, company: Company) -> 
         return ""
 
     company.from_first("room for the model", remove)
-    with without_bars():
-        model.save_pretrained(folder)
-    if company.is_first:
+    try:
+        with without_bars():
+            model.save_pretrained(folder)
+        if company.is_first:
+            _save_tokenizer(tokenizer, folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # half of a model looks like one
+        raise SaveFailed(
+            f"the trained model cannot be saved in {shown(folder)}: {shown(error.strerror or error)}. Free some space: "
+            "the same command goes on from the last checkpoint, if there is one"
+        ) from error
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
         tokenizer.save_pretrained(folder)
+    except Exception as error:  # what `tokenizers` raises of a full disk has no class of its own
+        if "os error" not in str(error):
+            raise
+        raise OSError(str(error)) from error
 
 
 def write_sample(model: Any, tokenizer: Any, config: SampleConfig, seed: int) -> str:

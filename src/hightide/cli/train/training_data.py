@@ -89,7 +89,7 @@ def _read(path: Path, config: TrainConfig, source: ModelSource, console: Console
             completions_only=config.data.completions_only,
             column=config.data.column,
             source=str(path),
-            date=None if config.data.date is None else parse_date(config.data.date, "data.date"),
+            date=None if config.data.date is None else parse_date(config.data.date),
         )
 
 

@@ -1,1 +1,1 @@
-"""What an optimizer keeps of each parameter: where it lies in chunks, and as users and state dicts see it."""
+"""States of the optimizer: where they lie in chunks, and as users and state dicts see them."""

@@ -30,10 +30,10 @@ class _Copy:
 
 
 class LentCopies:
-    def __init__(self, place: Callable[[Moment], Array], settle: Callable[[str], object]) -> None:
-        """`settle`: until nothing is under way with a parameter's states, and what was read ahead of them is read
+    def __init__(self, place: Callable[[Moment], Array], await_states: Callable[[str], object]) -> None:
+        """`await_states`: until nothing is under way with a parameter's states, and what was read ahead of them is read
         again."""
-        self._place, self._settle = place, settle
+        self._place, self._await_states = place, await_states
         self._copies: dict[Moment, _Copy] = {}
         self._obsolete: list[tuple[str, _Copy]] = []  # others have these still
 
@@ -51,7 +51,7 @@ class LentCopies:
         self._check()
         for moment, copy in self._copies.items():
             if (key is None or moment[0] == key) and copy.values._version != copy.version:
-                self._settle(moment[0])
+                self._await_states(moment[0])
                 self._place(moment).put(copy.values)
                 copy.version = copy.values._version
 

@@ -16,13 +16,13 @@ from hightide.stores.array import Array
 
 
 class Moments:
-    def __init__(self, rule: Rule, chunks: Chunks, settle: Callable[[str], object]) -> None:
-        """`settle`: see LentCopies."""
+    def __init__(self, rule: Rule, chunks: Chunks, await_states: Callable[[str], object]) -> None:
+        """`await_states`: see LentCopies."""
         self._rule, self._chunks = rule, chunks
         self._counts: dict[str, int] = {}  # updates that used the moments, of each parameter that has a state
         self._counters: dict[str, Tensor] = {}  # the same, where somebody has asked for it, and may have written to it
         self._lent: weakref.WeakValueDictionary[tuple[str, int], Tensor] = weakref.WeakValueDictionary()
-        self._copies = LentCopies(self._place, settle)  # of moments that are no memory
+        self._copies = LentCopies(self._place, await_states)  # of moments that are no memory
 
     def __contains__(self, key: str) -> bool:
         """Whether the parameter has a state. Where it has none, its moments are zero."""

@@ -46,7 +46,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
 
     def __getitem__(self, param: Tensor) -> StateOf:
         """Without a state it is empty, and can be filled: the plain one is a defaultdict."""
-        self._settle_shown()
+        self._await_shown()
         key = self._run.keys.get(id(param))
         if key is None:
             what = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
@@ -66,12 +66,12 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         self.replace([self[param].key], {})
 
     def __contains__(self, param: object) -> bool:
-        self._settle_shown()
+        self._await_shown()
         return self._has(self._run.keys.get(id(param)))
 
     def __iter__(self) -> Iterator[Tensor]:
         """In the order of the groups, then what is in no group any more."""
-        self._settle_shown()
+        self._await_shown()
         grouped = {self._run.keys[id(param)]: None for param in self._params if id(param) in self._run.keys}
         keys = [key for key in {**grouped, **self._run.parameters} if self._has(key)]
         return iter([self._run.parameters[key] for key in keys])
@@ -115,7 +115,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
     def others(self) -> dict[str, dict[str, Any]]:
         return self._others
 
-    def settle(self, key: str | None = None, changes: bool = True) -> None:
+    def await_updates(self, key: str | None = None, changes: bool = True) -> None:
         """Until no update of a parameter is under way; without `key` nothing is awaited. `changes`: who asks may write
         to them."""
         if self._gone:
@@ -123,14 +123,14 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         self._run.check_values()
         self._updates.refuse_if_issued("the optimizer's states are read or written")
         if key is not None:
-            self._run.settle_states(key, changes)
+            self._run.await_states(key, changes)
 
-    def _settle_shown(self) -> None:
+    def _await_shown(self) -> None:
         """Before the mapping itself is looked at: it is the memory of states, of which each rank has a part."""
         self._run.refuse_several(
             "optimizer.state", "optimizer.state_dict() on all ranks gives whole states on the first; load_state_dict()"
         )
-        self.settle()
+        self.await_updates()
 
     def copied(self) -> dict[Tensor, dict[str, Any]]:
         """Of the parameters that are in groups, as for a state dict. Of several ranks the first gets them."""
@@ -145,14 +145,14 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         return copies
 
     def _copied_by_all(self, between: BetweenRanks) -> dict[Tensor, dict[str, Any]]:
-        self.settle()
+        self.await_updates()
         moments, copies = self._updates.moments, {}
         for param in self._params:
             safe_point()
             key = self._run.keys[id(param)]
             state: dict[str, Any] = {}
             if key in moments:
-                self._run.settle_states(key, changes=False)
+                self._run.await_states(key, changes=False)
                 if self._rule.step_name is not None:
                     state[self._rule.step_name] = torch.tensor(float(moments.count(key)))
                 state |= {spec.name: between.whole_state(key, spec) for spec in self._rule.states}
@@ -172,13 +172,13 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
 
     def replace(self, keys: Iterable[str], given: Mapping[str, Mapping[str, Any]]) -> None:
         """From now on these parameters have the states that are `given` for them, and the others of `keys` none."""
-        self.settle()
+        self.await_updates()
         kept = {key for key, state in given.items() if state is self._shown.get(key)}
         taken = {key: _plain(state) for key, state in given.items() if key not in kept}
         self.check(taken)
         for key in keys:
             if key not in kept and self._has(key):
-                self.settle(key)
+                self.await_updates(key)
                 self._updates.moments.reset(key)
                 self._others.pop(key, None)
             if key not in kept and (shown := self._shown.pop(key, None)) is not None:
@@ -271,7 +271,7 @@ class StateOf(MutableMapping[str, Any]):
         self._states = states
 
     def __getitem__(self, name: str) -> Any:
-        states = self._settled()
+        states = self._at_rest()
         moments, rule = states._updates.moments, states._rule
         if self.key in moments and name == rule.step_name:
             return moments.counter(self.key)
@@ -281,7 +281,7 @@ class StateOf(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Fields may come one by one: what is missing is zero, as before a first update."""
-        states = self._settled()
+        states = self._at_rest()
         moments, rule = states._updates.moments, states._rule
         if name not in states._names or not states._has_room(self.key):
             states._others.setdefault(self.key, {})[name] = value
@@ -297,7 +297,7 @@ class StateOf(MutableMapping[str, Any]):
                 moments.of(self.key)[index].put(value)
 
     def __delitem__(self, name: str) -> None:
-        states = self._settled()
+        states = self._at_rest()
         if name in states._names and self.key in states._updates.moments:
             if len(states._names) > 1:
                 raise Refused(
@@ -309,7 +309,7 @@ class StateOf(MutableMapping[str, Any]):
             del states._others.get(self.key, {})[name]
 
     def __iter__(self) -> Iterator[str]:
-        states = self._settled()
+        states = self._at_rest()
         own = states._names if self.key in states._updates.moments else ()
         return iter([*own, *states._others.get(self.key, ())])
 
@@ -317,7 +317,7 @@ class StateOf(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
     def clear(self) -> None:
-        states = self._settled()
+        states = self._at_rest()
         states._updates.moments.reset(self.key)
         states._others.pop(self.key, None)
 
@@ -326,7 +326,7 @@ class StateOf(MutableMapping[str, Any]):
 
     def copied(self) -> dict[str, Any]:
         """With copies of the moments, on the host: the GPU has no room for them."""
-        states = self._settled(changes=False)
+        states = self._at_rest(changes=False)
         moments = states._updates.moments
         found: dict[str, Any] = {}
         if self.key in moments:
@@ -342,10 +342,10 @@ class StateOf(MutableMapping[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.copied(),)
 
-    def _settled(self, changes: bool = True) -> States:
+    def _at_rest(self, changes: bool = True) -> States:
         if self._states is None:
             raise Refused(GONE)
-        self._states.settle(self.key, changes)
+        self._states.await_updates(self.key, changes)
         return self._states
 
 

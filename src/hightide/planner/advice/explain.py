@@ -17,12 +17,12 @@ from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import counted, format_bytes
 from hightide.planner.chunk_place import Buffer
-from hightide.planner.inputs_on_disk import buffer_bytes as input_buffer_bytes
-from hightide.planner.inputs_on_disk import stored_bytes
+from hightide.planner.disk_inputs import buffer_bytes as input_buffer_bytes
+from hightide.planner.disk_inputs import stored_bytes
 from hightide.planner.lookup import buffer_bytes
 from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import Peaks
-from hightide.planner.predict.saving import SaveForecast
+from hightide.planner.predict.save_forecast import SaveForecast
 from hightide.planner.waiting import away, held_bytes
 
 WIDTH = 80

@@ -11,7 +11,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.chunk_place import RING_COUNTS, Buffer
-from hightide.planner.inputs_on_disk import buffer_bytes
+from hightide.planner.disk_inputs import buffer_bytes
 from hightide.planner.loss_tiles import kept_logits_bytes
 from hightide.planner.placement import Placement
 

@@ -12,8 +12,8 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.chunk_place import RING_COUNTS
+from hightide.planner.disk_inputs import passing_calls
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower_step
 from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import bytes_forecast, step_peaks
@@ -62,7 +62,7 @@ def why(solution: Searched, block: str) -> Reasons:
     now = bytes_forecast(solution.passes, solution.peaks, problem.machine)
     alternatives = []
     for text, other in _others(planned, owner == index, plan.uses_disk, plan.accumulate > 1):
-        changed = _with_block(profile, plan, index, other)
+        changed = _with_block(profile, placement, index, other)
         try:
             check_plan(profile, changed)
         except InfeasiblePlan:  # not a way to plan this block
@@ -150,13 +150,14 @@ def _sums(planned: BlockPlan, states: Tier) -> Tier:
     return Tier.HOST if planned.sums is Tier.DISK is not states else planned.sums
 
 
-def _with_block(profile: ModelProfile, plan: Plan, index: int, block: BlockPlan) -> Plan:
+def _with_block(profile: ModelProfile, known: Placement, index: int, block: BlockPlan) -> Plan:
     """With as many spare slots and buffers as before, if anything goes through them at all."""
+    plan = known.plan
     blocks = (*plan.blocks[:index], block, *plan.blocks[index + 1 :])
     changed = replace(plan, blocks=blocks)
     called = {call.block for call in profile.calls}
     placement = Placement(changed)
-    before, after = Placement(plan).widest_tick(called), placement.widest_tick(called)
+    before, after = known.widest_tick(called), placement.widest_tick(called)
     slots, grad_slots = (
         widest + max(0, has - needed) if widest else 0
         for widest, has, needed in zip(after, (plan.num_slots, plan.num_grad_slots), before, strict=True)

@@ -17,7 +17,7 @@ from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
 from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL, region_bytes
 from hightide.ir.tier import Lane, Tier
-from hightide.planner import inputs_on_disk, lookup
+from hightide.planner import disk_inputs, lookup
 from hightide.planner import loss_tiles as loss
 from hightide.planner.lower.draft import Draft
 from hightide.planner.placement import Placement
@@ -31,7 +31,7 @@ def base_bytes(profile: ModelProfile, placement: Placement) -> dict[Tier, int]:
     """What is on each tier during the whole pass."""
     found, rows = placement.base_bytes(), lookup.standing_bytes(profile, placement.plan)
     found[Tier.GPU] += profile.batch_bytes + profile.buffer_bytes + left_bytes(profile, placement.plan.micro_batch)
-    inputs = inputs_on_disk.standing_bytes(profile, placement.plan)
+    inputs = disk_inputs.standing_bytes(profile, placement.plan)
     return {tier: num_bytes + rows[tier] + inputs[tier] for tier, num_bytes in found.items()}
 
 
@@ -103,7 +103,7 @@ def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effect
     if gone.num_bytes:
         # Each tensor is rounded up.
         region = region_bytes(gone.num_bytes) + max(0, num_away(draft.plan, call) - 1) * REGION_BYTES
-        if inputs_on_disk.goes_to_disk(draft.plan, call):  # its buffers are always there
+        if disk_inputs.goes_to_disk(draft.plan, call):  # its buffers are always there
             region = 0
         held = gone.held_bytes
         _add(effects[ActionKey(Op.STASH, index)], gpu_gives=gone.num_bytes, gpu_kept=held, host_takes=region)
@@ -129,9 +129,7 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
         return
     backward["gpu_transient"] += call.backward_peak.at(micro)
     backward["gpu_holes"] = call.holes.at(micro)
-    if (
-        micro == draft.plan.num_samples
-    ):  # its inputs' gradients are those of the batch, which are counted for themselves
+    if micro == draft.plan.num_samples:  # its inputs' gradients are the batch's, which are counted for themselves
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
     _keep(forward, backward, held_bytes(draft.plan, call))
     there = held_by(draft.plan, call).at(micro)

@@ -15,7 +15,7 @@ from hightide.planner.placement import Placement
 
 
 @dataclass
-class Ring:
+class DraftRing:
     """Buffers on the host: who emptied each, and who filled it first in this pass. See [Note: rings of buffers] in
     pass_through_disk.py."""
 
@@ -55,7 +55,7 @@ class Draft:
         self.actions: list[Action] = []  # all but the ticks
         self.awaited: dict[int, list[ActionKey]] = defaultdict(list)  # tick -> ids that it waits for
         self.standing: tuple[tuple[int, int], ...] = ()  # chunks that are in slots from the pass before, and where
-        self.rings: tuple[Ring, ...] = ()
+        self.rings: tuple[DraftRing, ...] = ()
         self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass, or SUM
         self.last_reduce: dict[int, Action] = {}  # chunk -> its final one in this pass
 

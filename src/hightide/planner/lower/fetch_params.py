@@ -46,7 +46,8 @@ def _end_of_pass(draft: Draft, slots: Slots) -> Slots:
 
 
 def _fill(draft: Draft, slots: Slots, reuses_slots: bool = True) -> None:
-    """Before each tick what it needs; `slots` are those of the beginning, and of the end."""
+    """Before each tick what it needs; `slots` are those of the beginning, and of the end. What a slot still has is not
+    fetched again (see `choose_windows`): in backward not even what forward has left there, unless `reuses_slots`."""
     of_forward: set[int] = set()  # chunks that backward must not find
     freed: dict[int, Action] = {}  # by slot that nothing has entered since: who has left it
     for tick in draft.ticks:

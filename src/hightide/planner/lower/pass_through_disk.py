@@ -1,5 +1,5 @@
 """Pass 6: what lives on disk passes through buffers on the host, and so may gradients on their way to their update, and
-block inputs that wait on disk ([Note: inputs on disk] in planner/inputs_on_disk.py).
+block inputs that wait on disk ([Note: inputs on disk] in planner/disk_inputs.py).
 
 [Note: rings of buffers] There are three rings, each with a number of buffers of its own: towards the GPU (a READ fills
 one, a FETCH empties it), away from it (a WRITE_BACK fills one; a WRITE empties it, or the update, if that follows at
@@ -32,8 +32,8 @@ from typing import Any
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.inputs_on_disk import passing_calls, stored_bytes
-from hightide.planner.lower.draft import Draft, Ring
+from hightide.planner.disk_inputs import passing_calls, stored_bytes
+from hightide.planner.lower.draft import Draft, DraftRing
 
 Written = dict[ActionKey, Action]  # WRITE_BACK of a gradient -> the WRITE that follows it
 
@@ -42,7 +42,7 @@ def move_through_disk(
     draft: Draft, fetches: list[Action], exits: list[Action], updates: list[Action]
 ) -> Iterator[Action]:
     """All of them, and reads and writes beside. Each list is in the order of its lane."""
-    up, down, state = (Ring(count) for count in draft.placement.num_buffers.values())
+    up, down, state = (DraftRing(count) for count in draft.placement.num_buffers.values())
     inputs = _Inputs(draft)
     draft.rings = (up, down, state, inputs.ring)
     updated = {action.chunk: action for action in updates}
@@ -61,7 +61,7 @@ class _Inputs:
     """Those that wait on disk. None of the others is its business: it returns nothing for them."""
 
     def __init__(self, draft: Draft) -> None:
-        self.ring = Ring(draft.plan.num_input_buffers)
+        self.ring = DraftRing(draft.plan.num_input_buffers)
         self._passing = set(passing_calls(draft.profile, draft.plan))
         self._stored = stored_bytes(draft.profile, draft.plan)
         self._writes: dict[int | None, Action] = {}  # by call
@@ -107,7 +107,7 @@ def _turn(draft: Draft, action: Action) -> tuple[bool, int]:
 
 
 def _away(
-    draft: Draft, ring: Ring, action: Action, updated: dict[int | None, Action], written: Written
+    draft: Draft, ring: DraftRing, action: Action, updated: dict[int | None, Action], written: Written
 ) -> list[Action]:
     if action.op is not Op.WRITE_BACK or not (place := draft.place_of(action)).passes_ring:
         return [action]
@@ -122,7 +122,7 @@ def _away(
     return [entry, exit]
 
 
-def _towards(draft: Draft, ring: Ring, action: Action, written: Written) -> list[Action]:
+def _towards(draft: Draft, ring: DraftRing, action: Action, written: Written) -> list[Action]:
     """A parameter as its last update has left it, or a sum as this pass or the one before has."""
     if action.op is not Op.FETCH or action.kind is None:
         return [action]
@@ -144,7 +144,7 @@ def _towards(draft: Draft, ring: Ring, action: Action, written: Written) -> list
     return [read, fetch]
 
 
-def _around(draft: Draft, ring: Ring, action: Action, written: Written) -> list[Action]:
+def _around(draft: Draft, ring: DraftRing, action: Action, written: Written) -> list[Action]:
     """In backward, states are read ahead of their gradient, as soon as a buffer is free."""
     place = draft.place_of(action)
     if place.states is not Tier.DISK:
@@ -161,7 +161,7 @@ def _around(draft: Draft, ring: Ring, action: Action, written: Written) -> list[
     return [read, update, write]
 
 
-def _next(ring: Ring) -> tuple[Place, list[Action]]:
+def _next(ring: DraftRing) -> tuple[Place, list[Action]]:
     """The buffer that is next, and who empties it before, if anybody has filled it."""
     return Place(Tier.HOST, ring.buffer), [] if ring.before is None else [ring.before]
 

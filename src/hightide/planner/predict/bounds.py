@@ -19,12 +19,12 @@ from hightide.ir.machine import Links, Machine
 from hightide.ir.plan import Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.chunk_place import Buffer, ChunkPlace
-from hightide.planner.inputs_on_disk import stored_bytes
+from hightide.planner.disk_inputs import stored_bytes
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
 from hightide.planner.placement import Placement
-from hightide.planner.predict.between_ranks import collective_s, links_of
+from hightide.planner.predict.collective_seconds import collective_s, links_of
 from hightide.planner.predict.step_seconds import seconds_of
 from hightide.planner.problem import Problem
 from hightide.planner.waiting import away

@@ -17,8 +17,8 @@ from hightide.ir.tier import COLLECTIVES, Lane, Tier
 from hightide.planner.loss_tiles import num_rows
 from hightide.planner.lower import lower_step
 from hightide.planner.placement import Placement
-from hightide.planner.predict.between_ranks import collective_s, links_of
 from hightide.planner.predict.bounds import lanes_alone
+from hightide.planner.predict.collective_seconds import collective_s, links_of
 from hightide.planner.predict.step_seconds import seconds_of
 from hightide.planner.solution import Searched
 

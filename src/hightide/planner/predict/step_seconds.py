@@ -28,7 +28,7 @@ from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.loss_tiles import early_gradient_bytes, num_rows
 from hightide.planner.mechanism import Mechanism, Mechanisms
 from hightide.planner.placement import Placement
-from hightide.planner.predict.between_ranks import collective_s, links_of
+from hightide.planner.predict.collective_seconds import collective_s, links_of
 from hightide.planner.predict.simulator import Simulated, simulate, simulated_step_s
 from hightide.planner.problem import Problem
 from hightide.planner.waiting import micro_batch_of
@@ -137,7 +137,7 @@ def seconds_of(
     profile: ModelProfile, plan: Plan, costs: Costs, placement: Placement | None = None, links: Links | None = None
 ) -> Callable[[Action], float]:
     """How long an action of the compute lane takes, and with links one of a collective lane, alone. See [Note: what the
-    compute lane does], and [Note: what a collective takes] in between_ranks.py."""
+    compute lane does], and [Note: what a collective takes] in collective_seconds.py."""
     _check_costs(profile, costs)
     return _Seconds(profile, placement or Placement(plan), costs, links)
 

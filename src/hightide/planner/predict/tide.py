@@ -31,7 +31,7 @@ def simulated_timeline(solution: Solution, simulated: Simulated, machine: Machin
     """Where many passes of a step are alike, some of them are shown."""
     profile, plan, schedules = solution.profile, solution.plan, {one.index: one.schedule for one in simulated.passes}
     window_s = (simulated.begin_s, simulated.passes[-1].end_s)
-    levels = tide(profile, plan, schedules, simulated.spans, simulated.begin_s)
+    levels = tide(profile, solution.placement, schedules, simulated.spans, simulated.begin_s)
     peak_bytes = max(sum(level.num_bytes) for level in levels)
     held_bytes = (peak_bytes, bytes_forecast(solution.passes, solution.peaks, machine).gpu_reserved_bytes)
     source = f"simulated on {machine.name}"
@@ -79,13 +79,13 @@ def step_timeline(
 
 
 def tide(
-    profile: ModelProfile, plan: Plan, schedules: Schedules, spans: Sequence[Span], begin_s: float
+    profile: ModelProfile, placement: Placement, schedules: Schedules, spans: Sequence[Span], begin_s: float
 ) -> tuple[Level, ...]:
     """GPU bytes by part, as a step function. Its peak is at most that of `predict.peaks.peaks`: there transfers may be
     as slow as they like, here they give what they hold as soon as they are through. The two are equal where no transfer
     gives (no block inputs on the host)."""
-    held = _held_parts(profile, plan)
-    now = Counter(base_parts(plan, next(iter(schedules.values())).gpu_base_bytes))
+    held = _held_parts(profile, placement.plan)
+    now = Counter(base_parts(placement, next(iter(schedules.values())).gpu_base_bytes))
     levels = [_level(0.0, now)]
     ends: list[tuple[float, int, Action]] = []
     for order, span in enumerate(sorted(spans, key=lambda span: (span.start_s, span.end_s))):
@@ -103,10 +103,9 @@ def tide(
     return tuple(levels)
 
 
-def base_parts(plan: Plan, base_bytes: int) -> dict[MemoryPart, int]:
+def base_parts(placement: Placement, base_bytes: int) -> dict[MemoryPart, int]:
     """What is on the GPU during the whole step."""
-    placement = Placement(plan)
-    sizes = placement.buffer_bytes
+    plan, sizes = placement.plan, placement.buffer_bytes
     rows = standing_bytes(plan.profile, plan)[Tier.GPU] if plan.profile is not None else 0
     parts = {
         MemoryPart.PERSISTENT: placement.bytes_on[Tier.GPU],

@@ -1,4 +1,4 @@
-"""What training writes to a disk, and how long the disk lasts by the bytes that its maker rates it for."""
+"""Wear of a disk: what training writes to it, and how long it lasts by the bytes that its maker rates it for."""
 
 from __future__ import annotations
 

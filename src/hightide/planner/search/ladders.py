@@ -1,4 +1,4 @@
-"""What fills memory, kind by kind.
+"""Ladders: in which order what fills memory is put there, kind by kind.
 
 [Note: ladders] What can be put on the GPU for speed is of a few kinds, and of each kind some gain more than others for
 the same bytes: blocks from the front become persistent (nothing hides their fetch and their update), activations are

@@ -71,12 +71,12 @@ class Moves(Ladders):
                 if count is not None:
                     yield self.having(one, Kind.NEAR, waiting[:count]).changed(state_buffers=2, late=late)
 
-    def lean_starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Candidate]:
+    def lean_starts(self, form: Form, disk: bool = False) -> Iterator[Candidate]:
         """The same where the host is short: gradients go through a ring, and inputs of the last blocks, of which some
         wait on the host, wait on the GPU."""
         waiting = self.backwards
-        for start in self.starts(spare, form, disk):
-            ways = [start, start.changed(grad_buffers=1 + spare)] if self.space.updates_in_backward else [start]
+        for start in self.starts(0, form, disk):
+            ways = [start, start.changed(grad_buffers=1)] if self.space.updates_in_backward else [start]
             yield from ways[1:]
             for way, quarters in product(ways, (1, 2, 3) if start.inputs is Tier.HOST else ()):
                 yield way.changed(near=frozenset(waiting[: len(waiting) * quarters // 4]))
@@ -100,7 +100,7 @@ class Moves(Ladders):
             for start in lean.starts(0, Form(size), disk=True):
                 yield from self._beside_full_host(start, by_host)
         for form in self.forms:
-            for start in (*lean.lean_starts(0, form), *lean.lean_starts(0, form, disk=True)):
+            for start in (*lean.lean_starts(form), *lean.lean_starts(form, disk=True)):
                 yield self.fill(start, ORDERS[0])
             yield from self.last_resorts(form)
         for form in self.forms:

@@ -156,10 +156,10 @@ class _Search:
             yield from ([starts] for starts in plain)
             on_disk = [moves.disk_starts(spare, form, self.trials.host_fits) for spare in (1, 0)]
             relieved = [moves.relieved(spare, form, self.trials.host_fits) for spare in (1, 0)]
-            lean = [] if needs_disk else [*relieved, moves.last_resorts(form), moves.lean_starts(0, form)]
+            lean = [] if needs_disk else [*relieved, moves.last_resorts(form), moves.lean_starts(form)]
             yield [*lean, *on_disk]
             yield [moves.starts(0, form, disk=True)]
-            yield [moves.lean_starts(0, form, disk=True)]
+            yield [moves.lean_starts(form, disk=True)]
 
     def _fill(self, starts: list[Candidate], found: dict[Candidate, float]) -> None:
         """Each in one order; those of the best starts, or of a few blocks all, in the other orders too."""

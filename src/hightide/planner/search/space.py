@@ -12,8 +12,8 @@ from hightide.ir.chunk import Layout
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Sharing, Update
 from hightide.ir.tier import Tier
 from hightide.planner.chunk_place import Buffer
-from hightide.planner.chunk_places import ChunkPlaces, Home
-from hightide.planner.inputs_on_disk import passing_calls, place_bytes
+from hightide.planner.chunk_places import BlockTiers, ChunkPlaces
+from hightide.planner.disk_inputs import passing_calls, place_bytes
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss_tiles import (
     early_gradient_bytes,
@@ -98,28 +98,28 @@ class Space:
         terms = self.terms
         return terms.update, terms.gradients, terms.accumulate, terms.ranks, terms.replicas, terms.even_alone
 
-    def homes(self, candidate: Candidate) -> list[Home]:
+    def tiers_of(self, candidate: Candidate) -> list[BlockTiers]:
         """Of all blocks. All buffers of a ring are as large as the largest: what is far wider than others parks. So
         does what is late: it would hold its buffer until the next forward."""
-        homes = [self._home(block, candidate) for block in self.profile.blocks]
+        all_tiers = [self._tiers(block, candidate) for block in self.profile.blocks]
         if not candidate.grad_buffers or not self.updates_in_backward:
-            return [home._replace(parks=True) for home in homes]
-        parking = self.wide | self._late(homes, candidate)
-        return [home._replace(parks=True) if block in parking else home for block, home in enumerate(homes)]
+            return [tiers._replace(parks=True) for tiers in all_tiers]
+        parking = self.wide | self._late(all_tiers, candidate)
+        return [tiers._replace(parks=True) if block in parking else tiers for block, tiers in enumerate(all_tiers)]
 
-    def _home(self, block: BlockSpec, candidate: Candidate) -> Home:
+    def _tiers(self, block: BlockSpec, candidate: Candidate) -> BlockTiers:
         index = block.index
         if index in candidate.looked_up:
-            return Home(Tier.HOST, Tier.HOST, Tier.HOST, compute=Tier.HOST)
+            return BlockTiers(Tier.HOST, Tier.HOST, Tier.HOST, compute=Tier.HOST)
         if block.loose or index in candidate.whole:
             sums = Tier.GPU if self.is_cut and index in candidate.sums else Tier.HOST
-            return Home(Tier.GPU, Tier.GPU, sums, sharing=self._sharing(block, candidate))
+            return BlockTiers(Tier.GPU, Tier.GPU, sums, sharing=self._sharing(block, candidate))
         params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
         states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
         in_part = Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
         sums = self._sums(index, in_part[1], candidate)
         settles = candidate.settles and in_part[1] is Tier.HOST
-        return Home(*in_part, sums, parks=False, sharing=self._sharing(block, candidate), settles=settles)
+        return BlockTiers(*in_part, sums, parks=False, sharing=self._sharing(block, candidate), settles=settles)
 
     @property
     def is_cut(self) -> bool:
@@ -147,9 +147,11 @@ class Space:
         on_disk = self.terms.accumulate > 1 and states is Tier.DISK and block not in candidate.host_sums
         return Tier.DISK if on_disk else Tier.HOST
 
-    def _late(self, homes: Sequence[Home], candidate: Candidate) -> frozenset[int]:
+    def _late(self, all_tiers: Sequence[BlockTiers], candidate: Candidate) -> frozenset[int]:
         """Of the blocks with states on disk a share, evenly spread."""
-        on_disk = [block for block, home in enumerate(homes) if home.states is Tier.DISK] if candidate.late else []
+        on_disk = (
+            [block for block, tiers in enumerate(all_tiers) if tiers.states is Tier.DISK] if candidate.late else []
+        )
         shares = [number * candidate.late // MOST_LATE for number in range(len(on_disk) + 1)]
         return frozenset(block for number, block in enumerate(on_disk) if shares[number + 1] > shares[number])
 
@@ -161,24 +163,24 @@ class Space:
         return frozenset(block for block in self.movable if self.block_numel(block) > 2 * usual)
 
     def _block_plans(self, candidate: Candidate) -> tuple[BlockPlan, ...]:
-        homes = self.homes(candidate)
-        late = self._late(homes, candidate)
-        plans = [self._block_plan(*one, candidate) for one in zip(self.profile.blocks, homes, strict=True)]
+        all_tiers = self.tiers_of(candidate)
+        late = self._late(all_tiers, candidate)
+        plans = [self._block_plan(*one, candidate) for one in zip(self.profile.blocks, all_tiers, strict=True)]
         return tuple(replace(plan, late=True) if block in late else plan for block, plan in enumerate(plans))
 
-    def _block_plan(self, block: BlockSpec, home: Home, candidate: Candidate) -> BlockPlan:
+    def _block_plan(self, block: BlockSpec, tiers: BlockTiers, candidate: Candidate) -> BlockPlan:
         return BlockPlan(
             name=block.name,
-            params=home.params,
-            states=home.states,
+            params=tiers.params,
+            states=tiers.states,
             activation=candidate.activation(block.index),
             inputs=self._inputs(block, candidate),
             held=Tier.HOST if block.index in candidate.swapped else Tier.GPU,
-            sums=home.sums,
-            compute=home.compute,
-            parks=home.parks,
-            sharing=home.sharing,
-            settles=home.settles,
+            sums=tiers.sums,
+            compute=tiers.compute,
+            parks=tiers.parks,
+            sharing=tiers.sharing,
+            settles=tiers.settles,
         )
 
     def _inputs(self, block: BlockSpec, candidate: Candidate) -> Tier:
@@ -192,7 +194,7 @@ class Space:
         return candidate.far - candidate.swapped - candidate.near - candidate.keep
 
     def input_bytes(self, candidate: Candidate) -> tuple[int, int]:
-        """On the host and on disk, of block inputs that wait there: as in planner/inputs_on_disk.py."""
+        """On the host and on disk, of block inputs that wait there: as in planner/disk_inputs.py."""
         if not candidate.far or candidate.inputs is not Tier.HOST:
             return 0, 0
         far = self.far(candidate)

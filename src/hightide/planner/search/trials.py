@@ -17,7 +17,7 @@ from hightide.planner.problem import Problem
 from hightide.planner.search.activation_bytes import ActivationBytes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
-from hightide.planner.search.standing_bytes import Needs, Standing, StandingBytes
+from hightide.planner.search.standing_bytes import Needs, StandingBytes, StandingNeeds
 from hightide.process.interrupts import safe_point
 
 NUM_STEPS = 2  # simulated for a comparison: one that leaves updates behind, one that counts
@@ -36,7 +36,7 @@ class Trials:
     problem: Problem
     num_simulated: int = 0
     num_actions: int = 0  # of all schedules that were simulated: what that cost
-    _known_standing: dict[Candidate, Standing] = field(default_factory=dict)
+    _known_standing: dict[Candidate, StandingNeeds] = field(default_factory=dict)
     _guesses: dict[Candidate, Needs] = field(default_factory=dict)
     _step_s: dict[Candidate, float] = field(default_factory=dict)
     _least_s: dict[Candidate, float] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Trials:
         self.num_actions += sum(len(schedule.actions) for schedule in passes)
         return forecast_step_s(self.problem, placement, passes, NUM_STEPS)
 
-    def _always(self, candidate: Candidate) -> Standing:
+    def _always(self, candidate: Candidate) -> StandingNeeds:
         """Chunks and slots, which do not depend on activations."""
         key = candidate.changed(**_WITHOUT_ACTIVATIONS)
         found = self._known_standing.get(key)

@@ -13,8 +13,8 @@ from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan, Sharing
 from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.chunk_place import RING_COUNTS, Buffer
+from hightide.planner.disk_inputs import buffer_bytes
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.inputs_on_disk import buffer_bytes
 from hightide.planner.layout import made_again
 from hightide.planner.loss_tiles import may_run_in_forward
 from hightide.planner.placement import Placement

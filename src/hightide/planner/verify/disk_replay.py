@@ -12,15 +12,15 @@ from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement
 from hightide.planner.verify.action_form import is_of_inputs
-from hightide.planner.verify.ordered_replay import OrderedReplay, Places
+from hightide.planner.verify.ordered_replay import OrderedPlaces, OrderedReplay
 from hightide.planner.verify.precedence import Precedence
 
 
 class DiskReplay(OrderedReplay):
     def __init__(self, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
         super().__init__(placement, schedule, precedence)
-        self._up, self._down, self._state = (Places("buffer", count) for count in placement.num_buffers.values())
-        self._inputs = Places("buffer", placement.plan.num_input_buffers)
+        self._up, self._down, self._state = (OrderedPlaces("buffer", count) for count in placement.num_buffers.values())
+        self._inputs = OrderedPlaces("buffer", placement.plan.num_input_buffers)
         self._input_writes: dict[int | None, Action] = {}  # by call
         self._written: dict[int, list[Action]] = {}  # chunk -> WRITEs of its gradient
         self._continued: dict[int, Action] = {}  # chunk -> the READ of its gradient from the pass before
@@ -154,7 +154,7 @@ class DiskReplay(OrderedReplay):
         assert action.kind is not None
         return self.place(action).tier_of(action.kind) is Tier.DISK
 
-    def _leave(self, ring: Places, action: Action, place: Place | None, kind: ChunkKind | None) -> Action:
+    def _leave(self, ring: OrderedPlaces, action: Action, place: Place | None, kind: ChunkKind | None) -> Action:
         buffer = self._buffer(ring, action, place)
         entry = ring.entries[buffer]
         if entry is None or (entry.chunk, entry.kind) != (action.chunk, kind):
@@ -162,7 +162,7 @@ class DiskReplay(OrderedReplay):
         ring.leave(action, [buffer])
         return entry
 
-    def _buffer(self, ring: Places, action: Action, place: Place | None) -> int:
+    def _buffer(self, ring: OrderedPlaces, action: Action, place: Place | None) -> int:
         if place is None or place.tier is not Tier.HOST or place.slot not in range(len(ring.entries)):
             self.fail(action, f"passes through {place}; there are {len(ring.entries)} buffers on the host")
         assert place.slot is not None
@@ -178,7 +178,7 @@ class DiskReplay(OrderedReplay):
             self.check_next_pass(ring, [one._rings[number] for one in earlier])
 
     @property
-    def _rings(self) -> tuple[Places, ...]:
+    def _rings(self) -> tuple[OrderedPlaces, ...]:
         return self._up, self._down, self._state, self._inputs
 
     def _check_end(self) -> None:

@@ -13,7 +13,7 @@ from hightide.planner.placement import Placement
 from hightide.planner.verify.precedence import Precedence
 
 
-class Places:
+class OrderedPlaces:
     """Slots on the GPU or buffers on the host: who let in what stands there, who came first, and who left last."""
 
     def __init__(self, name: str, number: int) -> None:
@@ -59,7 +59,7 @@ class OrderedReplay:
         if key not in action.after_prev:
             self.fail(action, f"{message} (it does not wait for the previous {key})")
 
-    def enter(self, room: Places, action: Action, places: Iterable[int]) -> None:
+    def enter(self, room: OrderedPlaces, action: Action, places: Iterable[int]) -> None:
         for place in places:
             entry, last_exit = room.entries[place], room.exits[place]
             if entry is not None:
@@ -70,7 +70,7 @@ class OrderedReplay:
             room.entries[place] = action
             room.firsts[place] = room.firsts[place] or action
 
-    def enter_window(self, slots: Places, action: Action, width: int) -> None:
+    def enter_window(self, slots: OrderedPlaces, action: Action, width: int) -> None:
         start = None if action.target is None else action.target.slot
         if start is None or start < 0 or start + width > len(slots.entries):
             self.fail(action, f"goes to {action.target}, {width} slots wide; there are {len(slots.entries)} slots")
@@ -79,7 +79,7 @@ class OrderedReplay:
             self.fail(action, f"brings in chunk {action.chunk}, which is in a slot already")
         self.enter(slots, action, range(start, start + width))
 
-    def leave_window(self, slots: Places, action: Action) -> None:
+    def leave_window(self, slots: OrderedPlaces, action: Action) -> None:
         assert action.kind is not None
         window = slots.holding(action.chunk, action.kind)
         start = window[0] if window else None
@@ -87,7 +87,7 @@ class OrderedReplay:
             self.fail(action, f"leaves {action.source}, but chunk {action.chunk} stands in slot {start}")
         slots.leave(action, window)
 
-    def check_next_pass(self, room: Places, before: Sequence[Places] = ()) -> None:
+    def check_next_pass(self, room: OrderedPlaces, before: Sequence[OrderedPlaces] = ()) -> None:
         """What comes first in each place waits until the last has left it: in one of the passes `before`, the latest
         first, or, since the pass before may have the same ids, in this one."""
         rooms = [*before, room]

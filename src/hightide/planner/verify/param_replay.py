@@ -9,7 +9,7 @@ from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement
-from hightide.planner.verify.ordered_replay import OrderedReplay, Places
+from hightide.planner.verify.ordered_replay import OrderedPlaces, OrderedReplay
 from hightide.planner.verify.precedence import Precedence
 
 
@@ -20,7 +20,7 @@ class ParamReplay(OrderedReplay):
         """`updates`: of this pass so far, by chunk; somebody else adds them."""
         super().__init__(placement, schedule, precedence)
         self._updates = updates
-        self._slots = Places("slot", placement.plan.num_slots)
+        self._slots = OrderedPlaces("slot", placement.plan.num_slots)
         self._refreshed: dict[int, Action] = {}  # persistent chunk -> the fetch of its new values
         self._looked_up: dict[int | None, Action] = {}  # rows of tables on the host, by call
         self._whole: dict[int, Action] = {}  # chunk -> who made it whole, where the tick finds it

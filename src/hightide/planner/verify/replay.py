@@ -17,7 +17,7 @@ from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement
 from hightide.planner.verify.action_form import objection
-from hightide.planner.verify.ordered_replay import OrderedReplay, Places
+from hightide.planner.verify.ordered_replay import OrderedPlaces, OrderedReplay
 from hightide.planner.verify.param_replay import ParamReplay
 from hightide.planner.verify.precedence import Precedence
 from hightide.planner.waiting import away
@@ -30,7 +30,7 @@ class Replay(OrderedReplay):
         self.updates: dict[int, Action] = {}  # by chunk
         self.settled: set[int] = set()  # chunks whose states were written after their parameters
         self.params = ParamReplay(placement, schedule, precedence, self.updates)
-        self.grad_slots = Places("slot", placement.plan.num_grad_slots)
+        self.grad_slots = OrderedPlaces("slot", placement.plan.num_grad_slots)
         self.cleared: set[int] = set()  # gradients that live on the GPU
         self.dirty: dict[int, Action] = {}  # gradient in a grad slot that is not at home -> the tick that added last
         self.continued: dict[int, Action] = {}  # chunk -> the fetch of its gradient from the pass before

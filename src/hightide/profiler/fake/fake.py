@@ -22,7 +22,7 @@ from hightide.profiler.fake.exchange import exchange
 from hightide.profiler.fake.known_results import fake_of, result_of
 from hightide.profiler.fake.recurrent import WORKSPACE, onednn_workspace_bytes
 from hightide.profiler.fake.watching import Operations
-from hightide.profiler.trial.state import Snapshot
+from hightide.profiler.trial.state import ModuleState
 
 CPU = torch.device("cpu")
 EXPERTS = "_experts_implementation_internal"  # in a transformers config
@@ -31,7 +31,7 @@ EXPERTS = "_experts_implementation_internal"  # in a transformers config
 class Originals:
     """What the fake tensors stand for."""
 
-    def __init__(self, model: nn.Module, attributes: Snapshot) -> None:
+    def __init__(self, model: nn.Module, attributes: ModuleState) -> None:
         self._attributes = attributes
         self._children = [(name, child) for name, child in model.named_modules(remove_duplicate=False) if name]
         self._model = model
@@ -82,7 +82,7 @@ def fake_parameters(model: nn.Module, runs_on: torch.device = CPU) -> Iterator[O
     What the model's code stored on its modules meanwhile (a cached mask, a new buffer or module, a hook, a count) is
     forgotten: it would be fake, or come a second time. Random generators of the model's own are where they were, too.
     """
-    attributes = Snapshot(model, buffers=False, hooks=True)
+    attributes = ModuleState(model, buffers=False, hooks=True)
     modules = list(model.modules())
     before = [_Contents(module) for module in modules]
     originals = Originals(model, attributes)

@@ -1,4 +1,4 @@
-"""What operations on tensors without values return, remembered by what their arguments look like.
+"""Results of operations on tensors without values, remembered by what their arguments look like.
 
 [Note: known results] Torch remembers it too, but takes ten times as long to look it up as to find a result here: a
 profile consists of little else. Remembered are operations of torch's own on tensors of one fake mode, whose results

@@ -23,9 +23,8 @@ from torch import nn
 from hightide.ir.foreign import kind_of
 
 MAX_LISTED = 12
-BlockChoice = (
-    str | type[nn.Module] | Collection[str | type[nn.Module]]
-)  # patterns of module names (fnmatch), or classes
+# Patterns of module names (fnmatch), or classes.
+BlockChoice = str | type[nn.Module] | Collection[str | type[nn.Module]]
 
 
 @dataclass(frozen=True)

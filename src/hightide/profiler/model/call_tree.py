@@ -22,9 +22,8 @@ class Arguments:
     kwargs: Mapping[str, Any]
 
 
-Batch = (
-    Mapping[str, Any] | Sequence[Any] | torch.Tensor | Arguments
-)  # keyword arguments, positional arguments, the only argument, or both kinds
+# Keyword arguments, positional arguments, the only argument, or both kinds.
+Batch = Mapping[str, Any] | Sequence[Any] | torch.Tensor | Arguments
 
 
 @dataclasses.dataclass(frozen=True)

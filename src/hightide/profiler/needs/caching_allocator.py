@@ -1,4 +1,4 @@
-"""What torch's allocator on a GPU would hold for a block that runs eagerly, told by replaying its allocations.
+"""Torch's allocator on a GPU: what it would hold for a block that runs eagerly, told by replaying its allocations.
 
 [Note: holes of one block] A block makes and frees dozens of tensors of different sizes. Torch's allocator cuts them out
 of one range of memory for each of two kinds of sizes, which grows by pages and is not given back: a tensor goes into

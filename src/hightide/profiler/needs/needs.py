@@ -342,7 +342,7 @@ def _with_graph(
             before = work.counted
             torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
             del held, stand_in
-            meter.ledger.settle()
+            meter.ledger.catch_up()
             peak_bytes = max(meter.peak_bytes, allocated.peak_bytes)
             metered, events = replace(metered, backward_peak=peak_bytes, backward=work.counted - before), meter.events
         return replace(metered, holes=holes_of(forward_events, events, metered.outputs))

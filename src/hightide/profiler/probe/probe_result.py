@@ -1,4 +1,4 @@
-"""What a probe tells of a model: the calls of its blocks, and how each divides."""
+"""The result of a probe: the calls of a model's blocks, and how each divides."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from hightide.ir.refusal import Refused
 from hightide.profiler.switches.checkpointing import was_on
-from hightide.profiler.switches.packing import asked_as_in_plain
+from hightide.profiler.switches.packed_positions import asked_as_in_plain
 
 NAME = "use_cache"
 GIVEN = ("past_key_values", "cache_params")  # arguments with a cache that somebody else has made

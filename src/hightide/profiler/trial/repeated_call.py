@@ -18,7 +18,7 @@ from hightide.profiler.model.call_tree import flatten, narrow, unflatten
 from hightide.profiler.probe.probe_record import CallRecord
 from hightide.profiler.probe.taps import Tap, tapping
 from hightide.profiler.trial.quiet import Quiet
-from hightide.profiler.trial.state import GlobalRandom, Snapshot
+from hightide.profiler.trial.state import GlobalRandom, ModuleState
 
 ROUNDING = 1e-5  # of the largest gradient of a block: one that is zero but for rounding is judged by it
 
@@ -95,7 +95,7 @@ class RepeatedCall:
         ]
         self._wants_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in record.leaves]
         self._seeds: list[Tensor] | None = None  # gradients that come back
-        self._before = Snapshot(call.module, shared_random=True)
+        self._before = ModuleState(call.module, shared_random=True)
         self._random = GlobalRandom(device)
 
     @property

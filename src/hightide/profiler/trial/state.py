@@ -2,7 +2,7 @@
 generators.
 
 A forward that runs once more than in plain PyTorch (a probe, a recomputation, a micro-batch) must not leave a trace of
-it. `Snapshot` remembers what a module has, says what has changed since, and puts it back. It follows attributes into
+it. `ModuleState` remembers what a module has, says what has changed since, and puts it back. It follows attributes into
 lists, dicts, sets and plain objects. What a forward keeps elsewhere (a global, a closure, a file) nobody sees.
 """
 
@@ -71,7 +71,7 @@ class GlobalRandom:
         return {name for name, state in self.states.items() if not _same(state, now[name])}
 
 
-class Snapshot:
+class ModuleState:
     """What a module and the modules inside of it have now. `buffers=False`: attributes only."""
 
     def __init__(
@@ -114,7 +114,7 @@ def _closures(module: nn.Module, seen: dict[int, Any]) -> Iterator[_Kept]:
 
 
 def contents(module: nn.Module) -> dict[str, Any]:
-    """All that a `Snapshot` sees, by value and by name, to be compared with `same_contents`."""
+    """All that a `ModuleState` sees, by value and by name, to be compared with `same_contents`."""
     seen: dict[int, Any] = {}  # by id, kept alive: another must not get the id of one
     found: dict[str, Any] = {}
     for name, inside in module.named_modules():

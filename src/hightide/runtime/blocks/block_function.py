@@ -35,14 +35,14 @@ from hightide.process.interrupts import deferred, safe_point
 from hightide.profiler.model.call_tree import mode_of, narrow
 from hightide.profiler.needs.token_tiles import BLOCK, by_tiles, tiling
 from hightide.profiler.probe.taps import hand_out, tapping
-from hightide.profiler.trial.state import Snapshot
+from hightide.profiler.trial.state import ModuleState
 from hightide.runtime.blocks.call_frame import CallFrame
 from hightide.runtime.blocks.compiled import NotCompiled
 from hightide.runtime.blocks.kept_since import KeptSince
 from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, dims_of, divided, sliced_grads
 from hightide.runtime.blocks.recomputation import Recomputed
 from hightide.runtime.guards.contents import Contents
-from hightide.runtime.guards.first_look import State
+from hightide.runtime.guards.first_look import BlockState
 from hightide.runtime.guards.transforms import once
 from hightide.runtime.waiting.activations import FREED
 from hightide.runtime.waiting.held import Held, Holding, outlive_slots
@@ -69,7 +69,7 @@ class BlockCall:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        state: State,
+        state: BlockState,
         contents: Contents | None,
     ) -> None:
         self.state = state
@@ -92,7 +92,7 @@ class BlockCall:
         split = runner.run.splits.of(runner.index, self.signature)
         self.bounds, self._inputs, self.output_dims = divided(split, tensors, runner.run.plan.micro_batch)
         self._draws = runner.run.passes.draws(runner.index, len(self.bounds))
-        self._before: Snapshot | None = None  # what the block kept, if its forward changes it and is run again
+        self._before: ModuleState | None = None  # what the block kept, if its forward changes it and is run again
         self._kept = KeptSince(runner, contents)  # else
         self._differentiable: list[bool] = []  # of the outputs
         self._is_looked_at = False  # see first_look.py
@@ -234,10 +234,10 @@ class BlockCall:
 
     def _from_its_graph(self) -> Callable[[], BlockCall]:
         """What an inner graph calls to get to this object, which owns it and must not be owned by it."""
-        home, name = weakref.ref(self), self.runner.spec.name
+        owner, name = weakref.ref(self), self.runner.spec.name
 
         def call() -> BlockCall:
-            found = home()
+            found = owner()
             if found is None or not found._is_running:
                 raise Refused(TAKEN_OUT.format(name=name))
             return found
@@ -377,7 +377,7 @@ class BlockCall:
                 return self.run(self._now)
         gpu = self.runner.run.gpu
         with gpu.unmetered():
-            now = Snapshot(self.module, shared_random=True, hooks=True)
+            now = ModuleState(self.module, shared_random=True, hooks=True)
             self._before.restore()
         try:
             return self.run(self._now)

@@ -82,7 +82,7 @@ class BlockRunner:
     @property
     def version(self) -> int:
         """Changes with every update of the block's parameters."""
-        return sum(self.run.performer.num_updates[chunk] for chunk in self.run.chunks.by_block[self.index])
+        return sum(self.run.performer.updating.num_updates[chunk] for chunk in self.run.chunks.by_block[self.index])
 
     def check_plan(self, module: nn.Module) -> None:
         if self.run.runners.get(id(module)) is not self:

@@ -1,4 +1,4 @@
-"""What the arguments and the result of a call are besides their tensors."""
+"""The frame of a call: its arguments and its result without their tensors."""
 
 from __future__ import annotations
 

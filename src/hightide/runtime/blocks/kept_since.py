@@ -1,5 +1,5 @@
-"""What a block keeps beside its parameters, from its forward to the backward that runs it again: other tensors must not
-be read there, all else is put back meanwhile. See [Note: what changes later]."""
+"""Whatever a block keeps beside its parameters, from its forward to the backward that runs it again: other tensors must
+not be read there, all else is put back meanwhile. See [Note: what changes later]."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What this rank and the others give each other of chunks. Each call is made by all ranks, in the same order on each
-lane: `gather` on the lane of that name, what is about gradients on `reduce`, all others in the user's thread."""
+"""Shards and sums that this rank and the others give each other. Each call is made by all ranks, in the same order on
+each lane: `gather` on the lane of that name, what is about gradients on `reduce`, all others in the user's thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hightide.ir.state_spec import StateSpec
-from hightide.ir.tier import Tier
 from hightide.runtime.chunks.homes import DTYPES, GRAD_DTYPE
 from hightide.shard.collectives import Collectives, Section
 
@@ -56,7 +55,7 @@ class BetweenRanks:
         """Into the slot or the place where all of the chunk is on the GPU. This rank's shard is there, or at home on
         the GPU. `when`: the `moment` of whoever has asked for it. Returns the bytes that come from others."""
         chunks, place = self._chunks, self._chunks.placed[chunk]
-        home = chunks.home(chunk).view if place.is_streamed and place.home is Tier.GPU else None
+        home = chunks.home(chunk).view if place.is_streamed and place.is_home_on_gpu else None
         self.collectives.gather(f"gather of chunk {chunk}{when}", chunks.param_on_gpu(chunk), self._params[chunk], home)
         return place.gathered_bytes
 

@@ -1,4 +1,4 @@
-"""What of the chunks lives on disk, on its way to the buffers of the rings and back."""
+"""Chunks, or parts of them, that live on disk: on their way to the buffers of the rings and back."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hightide.ir.state_spec import StateSpec
-from hightide.ir.tier import ChunkKind, Tier
+from hightide.ir.tier import ChunkKind
 from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.placement import Placement
-from hightide.runtime.chunks.rings import Content, Rings
+from hightide.runtime.chunks.rings import BufferContent, Rings
 from hightide.stores.array import Array
 from hightide.stores.store import MemoryStore
 from hightide.stores.ticket import Ticket
@@ -65,22 +65,22 @@ class DiskHomes:
 
     def __contains__(self, chunk: int) -> bool:
         """Whether its states are on disk."""
-        return chunk in self._places and self._places[chunk].states is Tier.DISK
+        return chunk in self._places and self._places[chunk].has_states_on_disk
 
     # -- in buffers -----------------------------------------------------------------------------------------------
 
-    def arriving(self, content: Content) -> Array:
+    def arriving(self, content: BufferContent) -> Array:
         """A parameter or a gradient on its way to the GPU, in its buffer."""
         home = self._arrays[content.chunk, content.kind]
         return self.rings.up.array(content.buffer, home.dtype, home.shape[0])
 
-    def leaving(self, content: Content) -> Array:
+    def leaving(self, content: BufferContent) -> Array:
         """A gradient on its way to the disk, or to its update, in its buffer."""
         place = self._places[content.chunk]
         dtype = getattr(torch, place.grad_dtype)
         return self.rings.down.array(content.buffer, dtype, place.shard.trainable_numel)
 
-    def _parts(self, content: Content) -> dict[ChunkKind, Array]:
+    def _parts(self, content: BufferContent) -> dict[ChunkKind, Array]:
         """All that an update has from the disk, in its buffer."""
         offsets, index, ring = self._places[content.chunk].update_offsets, content.chunk, self.rings.state
         homes = {kind: self._arrays[index, kind] for kind in offsets}
@@ -88,7 +88,7 @@ class DiskHomes:
             kind: ring.array(content.buffer, home.dtype, home.shape[0], offsets[kind]) for kind, home in homes.items()
         }
 
-    def at_hand(self, content: Content, gradient: Array | None) -> UpdateArrays:
+    def at_hand(self, content: BufferContent, gradient: Array | None) -> UpdateArrays:
         """What an update works on. `gradient`: where it is, if it does not come from the disk."""
         parts, spec = self._parts(content), self._places[content.chunk].shard
         grad = parts.get(ChunkKind.GRAD, gradient)
@@ -104,7 +104,7 @@ class DiskHomes:
 
     # -- on the disk's lanes --------------------------------------------------------------------------------------
 
-    def read(self, content: Content) -> int:
+    def read(self, content: BufferContent) -> int:
         """From disk into its buffer. Returns the bytes moved."""
         content.is_good = False
         targets = self._parts(content) if content.kind is ChunkKind.STATE else {content.kind: self.arriving(content)}
@@ -112,12 +112,12 @@ class DiskHomes:
         content.is_good = True
         return sum(target.nbytes for target in targets.values())
 
-    def write_gradient(self, content: Content) -> int:
+    def write_gradient(self, content: BufferContent) -> int:
         home = self._arrays[content.chunk, ChunkKind.GRAD]
         _wait([home.write(self.leaving(content).view)])
         return home.nbytes
 
-    def write_updated(self, content: Content) -> int:
+    def write_updated(self, content: BufferContent) -> int:
         """Parameters and states; the gradient was only read."""
         sources = {kind: part for kind, part in self._parts(content).items() if kind is not ChunkKind.GRAD}
         _wait([self._arrays[content.chunk, kind].write(source.view) for kind, source in sources.items()])

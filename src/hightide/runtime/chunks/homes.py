@@ -14,7 +14,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner import inputs_on_disk
+from hightide.planner import disk_inputs
 from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.placement import Placement
 from hightide.runtime.chunks.disk_homes import DiskHomes
@@ -49,7 +49,7 @@ class Homes:
         self._own_entries = {entry.param: entry for shard in self.shards for entry in shard.params}
         host = stores[Tier.HOST]
         assert isinstance(host, HostArena)
-        input_bytes = inputs_on_disk.buffer_bytes(profile, placement.plan)
+        input_bytes = disk_inputs.buffer_bytes(profile, placement.plan)
         has_rings = placement.uses_disk or input_bytes > 0 or any(place.passes_ring for place in self.placed)
         self.disk = DiskHomes(placement, host, input_bytes) if has_rings else None  # before all others on the host
         self._host = host
@@ -81,7 +81,7 @@ class Homes:
             self._persistent.append(array(ChunkKind.PARAM, place.params, DTYPES[spec.dtype], spec.numel))
         own = array(ChunkKind.GRAD, Tier.GPU, GRAD_DTYPE, spec.trainable_numel) if place.stays else None
         self._sums.append(own)
-        grad = own if place.grad is Tier.GPU else None
+        grad = own if place.sums_wait_on_gpu else None
         if place.grad is not None and not place.parks and grad is None:
             dtype = DTYPES[place.grad_dtype] if place.leaves or place.is_looked_up else GRAD_DTYPE
             grad = array(ChunkKind.GRAD, place.grad, dtype, shard.trainable_numel)
@@ -92,12 +92,13 @@ class Homes:
             for state, offset_bytes in offsets.items()
         }
         self._states.append(states)
-        if self.disk is not None and (Tier.DISK in (place.home, place.states) or place.passes_ring):
+        if self.disk is not None:
             found = {ChunkKind.PARAM: home, ChunkKind.GRAD: grad}
             if states:
                 found[ChunkKind.STATE] = array(ChunkKind.STATE, place.states, torch.uint8, shard.state_bytes)
-            on_disk = {kind: one for kind, one in found.items() if one is not None and one.store.tier is Tier.DISK}
-            self.disk.take(place, home, on_disk)
+            on_disk = {kind: one for kind, one in found.items() if one is not None and not one.is_memory}
+            if on_disk or place.has_states_on_disk or place.passes_ring:
+                self.disk.take(place, home, on_disk)
 
     def _label(self, chunk: ChunkSpec, kind: ChunkKind, tier: Tier) -> str:
         """Errors of a disk say by it which values are lost. What is in memory is added up by it."""

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.process.system import free_host_bytes
 from hightide.runtime.chunks.chunks import Chunks
@@ -42,18 +41,17 @@ LOST = (
 )
 
 
-def waiting_bytes(plan: Plan) -> int:
-    """What will wait in host memory, at most."""
-    places = Placement(plan).chunks
-    params = sum(place.copies[ChunkKind.PARAM, Tier.GPU] for place in places if place.home is Tier.GPU)
-    states = (place.shard for place in places if place.states is Tier.GPU)
+def waiting_bytes(places: Sequence[ChunkPlace]) -> int:
+    """What will wait in host memory, at most, of chunks that live there."""
+    params = sum(place.copies[ChunkKind.PARAM, Tier.GPU] for place in places if place.is_home_on_gpu)
+    states = (place.shard for place in places if place.is_updated_on_gpu)
     sums = sum(place.chunk.grad_bytes for place in places if place.stays)
     return params + sum(chunk.state_bytes + chunk.grad_bytes for chunk in states) + sums
 
 
-def check_room(plan: Plan) -> None:
-    """Before a run leaves this plan. Raises InfeasiblePlan."""
-    waiting, free = waiting_bytes(plan), free_host_bytes()
+def check_room(run: Run) -> None:
+    """Before it leaves its plan. Raises InfeasiblePlan."""
+    waiting, free = waiting_bytes(run.chunks.placed), free_host_bytes()
     if waiting > free:
         raise InfeasiblePlan(
             f"moving the model to another plan takes {waiting} bytes ({format_bytes(waiting)}) of host memory for a "
@@ -134,8 +132,8 @@ def _carry_over(run: Run, carried: StatesOnTheMove, solution: Solution, stores: 
     old_chunks.close()
     old_stores.host.vacate()
     old_stores.close()
-    if performer.updates is not None:
-        performer.updates.move_to(chunks)
+    if performer.updating.updates is not None:
+        performer.updating.updates.move_to(chunks)
     run.make_executor(solution)
     run.performer.go_on(performer)
     run.executor.go_on(executor)
@@ -143,7 +141,7 @@ def _carry_over(run: Run, carried: StatesOnTheMove, solution: Solution, stores: 
 
 
 class StatesOnTheMove:
-    def __init__(self, plan: Plan, chunks: Chunks, gradients: Gradients) -> None:
+    def __init__(self, chunks: Chunks, gradients: Gradients) -> None:
         """Copies what lies on the GPU, out of chunks that nobody uses. Raises MemoryError if the host has no room."""
         self._chunks, self._gradients = chunks, gradients
         gradients.any_valid()  # what the user did to `p.grad` since
@@ -153,7 +151,7 @@ class StatesOnTheMove:
         found |= {(spec.index, ChunkKind.STATE): [*chunks.states(spec.index).values()] for spec in chunks.specs}
         found |= {(index, ChunkKind.GRAD): [chunks.latest_grad(index)] for index, keys in self._of_use.items() if keys}
         num_arrays = sum(len(arrays) for arrays in found.values())
-        capacity_bytes = waiting_bytes(plan) + num_arrays * ALIGN_BYTES
+        capacity_bytes = waiting_bytes(chunks.placed) + num_arrays * ALIGN_BYTES
         self._waiting = HostArena(capacity_bytes, huge_bytes=capacity_bytes)
         self._arrays = {place: [self._taken(array) for array in arrays] for place, arrays in found.items()}
 

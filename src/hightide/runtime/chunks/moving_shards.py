@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hightide.ir.chunk import ChunkSpec, ParamRange
-from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind
 from hightide.runtime.chunks.between_ranks import BetweenRanks
 from hightide.runtime.chunks.chunks import Chunks
@@ -34,8 +33,8 @@ class _Piece(NamedTuple):
 
 
 class ShardsOnTheMove(StatesOnTheMove):
-    def __init__(self, plan: Plan, chunks: Chunks, gradients: Gradients, between: BetweenRanks) -> None:
-        super().__init__(plan, chunks, gradients)
+    def __init__(self, chunks: Chunks, gradients: Gradients, between: BetweenRanks) -> None:
+        super().__init__(chunks, gradients)
         assert not any(self._of_use.values()), "gradients in shards do not move"
         self._between = between
 

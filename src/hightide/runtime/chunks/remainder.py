@@ -4,7 +4,8 @@
 bits, followed by 16 zeros, plus a signed 16-bit remainder: two bytes instead of four, and nothing is
 rounded, but for one case. Halfway between two parameters the nearest even one is taken, and if that is the lower one
 the remainder is +32768, one more than 16 bits hold. It becomes 32767: one master in 2^17 is one fp32 ulp too small, as
-if its update had been rounded otherwise. The parameter is the nearest even one in any case.
+if its update had been rounded otherwise. The parameter is the nearest even one in any case. Whoever reads a master
+gets it whole from `Homes.own_master`; a checkpoint keeps both parts (checkpoint/places.py).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ EMPTYING = frozenset({Op.WRITE, Op.FETCH, Op.UNSTASH})
 
 
 @dataclass(eq=False, slots=True)
-class Content:
+class BufferContent:
     """What is in a buffer, or will be when the lane has come to it."""
 
     chunk: int
@@ -47,7 +47,7 @@ class Ring:
         num_bytes = num_buffers * buffer_bytes
         self._host, self._buffer_bytes = host, buffer_bytes
         self._region = host.allocate(num_bytes, "buffers of the disk") if num_bytes else None
-        self._contents: list[Content | None] = [None] * num_buffers
+        self._contents: list[BufferContent | None] = [None] * num_buffers
         self.users: list[list[Ticket]] = [[] for _ in range(num_buffers)]  # since it was filled last
         self._arrays: dict[tuple[int, torch.dtype, int, int], Array] = {}
         if num_bytes:
@@ -67,23 +67,23 @@ class Ring:
         start = buffer * self._buffer_bytes + offset_bytes
         return Array(self._host, self._region, dtype, (numel,), start)
 
-    def fill(self, buffer: int, chunk: int, kind: ChunkKind) -> Content:
+    def fill(self, buffer: int, chunk: int, kind: ChunkKind) -> BufferContent:
         """From now on the buffer is for this. Of gradients and states there is one content of each chunk at most."""
         if kind is not ChunkKind.PARAM and (former := self.of(chunk, kind)) is not None:
             self.leave(former)
-        content = self._contents[buffer] = Content(chunk, kind, buffer)
+        content = self._contents[buffer] = BufferContent(chunk, kind, buffer)
         return content
 
-    def holding(self, buffer: int, chunk: int, kind: ChunkKind) -> Content | None:
+    def holding(self, buffer: int, chunk: int, kind: ChunkKind) -> BufferContent | None:
         content = self._contents[buffer]
         return content if content is not None and (content.chunk, content.kind) == (chunk, kind) else None
 
-    def of(self, chunk: int, kind: ChunkKind) -> Content | None:
+    def of(self, chunk: int, kind: ChunkKind) -> BufferContent | None:
         """What there is of a chunk, in whichever buffer."""
         found = (self.holding(buffer, chunk, kind) for buffer in range(len(self._contents)))
         return next((content for content in found if content is not None), None)
 
-    def leave(self, content: Content) -> None:
+    def leave(self, content: BufferContent) -> None:
         """Whoever empties the buffer is on its way: from now on it is for nobody."""
         if self._contents[content.buffer] is content:
             self._contents[content.buffer] = None

@@ -1,4 +1,4 @@
-"""What gradients still have to be multiplied by when they are used: a number, or one on its way from the GPU."""
+"""Factors by which gradients are multiplied when they are used: a number, or one on its way from the GPU."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ aten = torch.ops.aten
 class GradientPlaceholder(Tensor):
     """`GradientPlaceholder(param_like, owner, key)`: see [Note: gradient placeholder]."""
 
-    _home: weakref.ref[GradientValues]  # [Note: who holds a placeholder]
+    _owner: weakref.ref[GradientValues]  # [Note: who holds a placeholder]
     _key: str
     _views: tuple[Callable[[Tensor], Tensor], ...]  # from the whole gradient to this view of it
 
@@ -50,7 +50,7 @@ class GradientPlaceholder(Tensor):
 
     @property
     def owner(self) -> GradientValues:
-        owner = self._home()
+        owner = self._owner()
         if owner is None:
             raise Refused(
                 f"the gradient of {self._key!r} is gone with the wrapped model that it belonged to; keep the model, or "
@@ -112,7 +112,7 @@ def _placeholder(
     placeholder: GradientPlaceholder = Tensor._make_wrapper_subclass(
         GradientPlaceholder, like.shape, strides=like.stride(), dtype=like.dtype, device=device
     )
-    placeholder._home, placeholder._key, placeholder._views = weakref.ref(owner), key, views
+    placeholder._owner, placeholder._key, placeholder._views = weakref.ref(owner), key, views
     return placeholder
 
 

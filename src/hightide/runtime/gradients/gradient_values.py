@@ -11,7 +11,7 @@ from torch import Tensor
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.process.forks import Birthplace
-from hightide.process.interrupts import held
+from hightide.process.interrupts import uninterrupted
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.homes import GRAD_DTYPE
 from hightide.runtime.chunks.residency import Residency
@@ -53,13 +53,13 @@ class GradientValues:
         if chunk in self._chunks.tables and (sums := self._chunks.tables[chunk].sums) is not None:
             sums.forget()
 
-    def _settle(self, chunk: int) -> None:
+    def _await_home(self, chunk: int) -> None:
         """Until nobody moves or reads the gradient at its home. Whoever asks may change it: what was read ahead of an
         update, or of another pass, is read again."""
         tickets = self._tickets
         for ticket in (tickets.exits.get(chunk), *tickets.changes(chunk), *tickets.reads_of(chunk)):
             if ticket is not None:
-                ticket.settle()
+                ticket.wait_through()
         if self._chunks.disk is not None:
             self._chunks.disk.rings.forget(chunk)
 
@@ -113,7 +113,7 @@ class GradientValues:
         norm, chunk = self._norms[key], self._chunks.places[key][0]
         if not isinstance(norm, RowsNorm):
             return norm
-        self._settle(chunk)
+        self._await_home(chunk)
         gradient, device = self.place_of(key), self._chunks.gpu.device
         is_whole = gradient.dtype == GRAD_DTYPE and self._chunks.rounding_dtype(chunk) is None
         is_here = self._update is Update.DEFERRED  # else an update has used it up
@@ -133,9 +133,9 @@ class GradientValues:
     def add(self, key: str, value: Tensor) -> None:
         """A tensor of the gradient's shape, or one that broadcasts to it."""
         self._refuse_in_backward("changed", "change them")
-        self._settle(chunk := self._chunks.places[key][0])
+        self._await_home(chunk := self._chunks.places[key][0])
         self._is_written(chunk)
-        with held, (place := self.place_of(key)).opened() as gradient:
+        with uninterrupted, (place := self.place_of(key)).opened() as gradient:
             self._add_to(gradient, self._factor.pop(key, 1.0), value, self._rounds_now(chunk))
         self._norms[key] = torch.linalg.vector_norm(self._at_rest(chunk, place)).to(self._chunks.gpu.device)
 
@@ -158,7 +158,7 @@ class GradientValues:
         self._refuse_in_backward("read", "read them")
         chunk, _ = self._chunks.places[key]
         if chunk in self._tickets.exits:
-            self._tickets.exits[chunk].settle()
+            self._tickets.exits[chunk].wait_through()
         value = self._at_rest(chunk, self.place_of(key))
         scale(value, self._factor.get(key, 1.0))
         return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)

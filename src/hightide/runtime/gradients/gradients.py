@@ -19,7 +19,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ParamRange
 from hightide.ir.plan import Update
 from hightide.process.forks import Birthplace
-from hightide.process.interrupts import held
+from hightide.process.interrupts import uninterrupted
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.homes import GRAD_DTYPE
@@ -115,8 +115,8 @@ class Gradients(GradientValues):
         """`p.grad = p.grad * 0.5` has put a plain tensor there: its values go to the gradient's home."""
         self._refuse_in_backward("replaced", "change them")
         chunk = self._chunks.places[key][0]
-        self._settle(chunk)
-        with held:
+        self._await_home(chunk)
+        with uninterrupted:
             rounding = self._rounds_now(chunk)
             self._put(key, gradient if rounding is None else gradient.to(rounding))
             self._is_written(chunk)
@@ -318,10 +318,10 @@ class Gradients(GradientValues):
     def _round_late(self, chunk: int) -> None:
         """A step that came before the pass that was to be its last, or in which that pass left the block out."""
         self._unrounded.discard(chunk)
-        self._settle(chunk)
+        self._await_home(chunk)
         dtype = self._chunks.rounding_dtype(chunk)
         assert dtype is not None
-        with held, self._chunks.grad(chunk).opened() as gradient:
+        with uninterrupted, self._chunks.grad(chunk).opened() as gradient:
             gradient.copy_(gradient.to(dtype))
 
     def _factor_at(self, chunk: int, key: str) -> Factor:

@@ -21,7 +21,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
-from hightide.process.interrupts import held
+from hightide.process.interrupts import uninterrupted
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.chunks.between_ranks import BetweenRanks
 from hightide.runtime.chunks.chunks import Chunks
@@ -212,14 +212,14 @@ class RankedGradients(Gradients):
     def add(self, key: str, value: Tensor) -> None:
         self._refuse_in_backward("changed", "change them")
         self._check_averaged(key, "")
-        self._settle(chunk := self._chunks.places[key][0])
+        self._await_home(chunk := self._chunks.places[key][0])
         self._rewritten.add(key)
         self._is_written(chunk)
         place = self.place_of(key) if not self._chunks.is_cut(chunk) else self._own_place(key)
         factor = self._factor.pop(key, 1.0)
         if place is not None:
             whole = value.broadcast_to(self._chunks.shapes[key])
-            with held, place.opened() as gradient:
+            with uninterrupted, place.opened() as gradient:
                 self._add_to(gradient, factor, self._chunks.own_elements(key, whole), self._rounds_now(chunk))
 
     def _put(self, key: str, gradient: Tensor) -> None:
@@ -262,7 +262,7 @@ class RankedGradients(Gradients):
     def _come_home(self, chunk: int) -> None:
         self.wait_for(chunk)
         if (ticket := self._tickets.exits.get(chunk)) is not None:
-            ticket.settle()
+            ticket.wait_through()
 
     # -- norms ----------------------------------------------------------------------------------------------------
 

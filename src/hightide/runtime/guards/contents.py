@@ -1,4 +1,5 @@
-"""What modules and other objects keep, compared with what it was: in C as far as possible, a microsecond per module.
+"""Contents of modules and other objects, compared with what they were: in C as far as possible, a microsecond per
+module.
 
 It is followed through attributes, lists, dicts and plain objects. Another object in the place of one is a change, equal
 or not: what is in it could change later. Tensors are compared by who they are and how often they were written to.

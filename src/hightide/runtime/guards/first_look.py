@@ -30,7 +30,7 @@ from hightide.profiler.model.call_tree import narrow
 from hightide.profiler.model.hooks import HookWatch, num_hooks, users_hooks_aside
 from hightide.profiler.probe.compare_runs import HOOKED
 from hightide.profiler.trial.quiet import Quiet
-from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
+from hightide.profiler.trial.state import GlobalRandom, ModuleState, contents, same_contents
 from hightide.runtime.blocks.micro_batches import dims_of
 from hightide.runtime.guards.later_changes import BlockChanges, CodeChanges, Epochs
 
@@ -47,7 +47,7 @@ FAILS = "it fails on a part of the batch ({}): it may keep a tensor that has all
 DIFFERS = "split at its real size, its output {} is another than that of the whole batch"
 
 
-class State(NamedTuple):
+class BlockState(NamedTuple):
     """Of a block, in its first looks: a look in one says nothing about another."""
 
     num_hooks: int
@@ -55,7 +55,7 @@ class State(NamedTuple):
     code: int = 0
 
 
-_Key = tuple[int, str, State]  # a block, the signature of its call
+_Key = tuple[int, str, BlockState]  # a block, the signature of its call
 
 
 class FirstLooks:
@@ -67,7 +67,7 @@ class FirstLooks:
         self._keeps: dict[_Key, bool] = {}
         self._keeping: set[int] = set(run.probed.keeps)  # blocks
         self._compared: set[tuple[Any, ...]] = set()
-        self._num_shapes: Counter[tuple[int, State]] = Counter()
+        self._num_shapes: Counter[tuple[int, BlockState]] = Counter()
         self._blocks: dict[int, BlockChanges] = {}
         self._code = Epochs()
         self._code_then: CodeChanges | None = None  # None: it is to be gathered
@@ -96,12 +96,12 @@ class FirstLooks:
             self._blocks[runner.index] = BlockChanges(module, tapped)
         return self._blocks.get(runner.index)
 
-    def state(self, runner: BlockRunner, changes: BlockChanges | None) -> State:
+    def state(self, runner: BlockRunner, changes: BlockChanges | None) -> BlockState:
         """Of a block that keeps something, only who else sees it: it is looked at each time."""
         hooks = num_hooks(runner.inside)
         if changes is None or runner.index in self._keeping:
-            return State(hooks)
-        return State(hooks, changes.epoch(hooks), self._code.now)
+            return BlockState(hooks)
+        return BlockState(hooks, changes.epoch(hooks), self._code.now)
 
     def look(self, call: BlockCall) -> Look | None:
         """None: the forward is known to change nothing of the block's."""
@@ -139,7 +139,7 @@ class FirstLooks:
         self._clear_away()
         return ""
 
-    def leaves_the_same(self, call: BlockCall, tensors: Sequence[Tensor], before: Snapshot) -> bool:
+    def leaves_the_same(self, call: BlockCall, tensors: Sequence[Tensor], before: ModuleState) -> bool:
         """Whether a block that was split has left what one forward of the whole batch leaves, and a second one too: a
         length that it remembers, a flag that something was said."""
         if len(call.bounds) < 2 or call.runner.index in self._keeping or self._most_together(call) < len(call.bounds):
@@ -212,7 +212,7 @@ class Look:
     def __init__(self, looks: FirstLooks, key: _Key, call: BlockCall) -> None:
         self._looks, self._key, self._call, self._gpu = looks, key, call, call.runner.run.gpu
         with self._gpu.unmetered():  # it is in the plan: see examined() in profiler/probe/probe.py
-            self.before = Snapshot(call.module, shared_random=True, hooks=call.state.num_hooks > 0)
+            self.before = ModuleState(call.module, shared_random=True, hooks=call.state.num_hooks > 0)
         self._hooks = HookWatch(call.module) if call.state.num_hooks else None
         if self._hooks is not None:
             self._hooks.open()
@@ -239,7 +239,7 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
     """Runs `count` micro-batches together and one by one."""
     bounds = call.bounds[:count]
     num_samples = sum(size for _, size in bounds)
-    before = Snapshot(call.module, shared_random=True)
+    before = ModuleState(call.module, shared_random=True)
 
     def tried(start: int, size: int) -> list[Tensor]:
         try:

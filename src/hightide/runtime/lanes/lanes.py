@@ -1,4 +1,5 @@
-"""Lanes: serial queues of work that overlap each other. The only file of the runtime that creates threads.
+"""Lanes: serial queues of work that overlap each other. The only file of the runtime that creates threads and streams;
+what each thread does is in thread_lives.py.
 
 [Note: failure in a lane] The first exception of any lane is kept as `failure`. From then on every submission and
 every wait of the user's thread raises that very object, and the lanes give it to every task that is still queued
@@ -35,7 +36,8 @@ import torch
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
 from hightide.process.system import usable_cores
-from hightide.runtime.lanes.queues import LaneRecord, Queue, State, Task, Watcher, queue_for
+from hightide.runtime.lanes.queues import LaneRecord, Queue, SharedState, Task, Watcher, queue_for
+from hightide.runtime.lanes.thread_lives import share, watch, work
 from hightide.runtime.lanes.update_threads import TileQueue, UpdateThreads
 from hightide.stores.threads import start_threads
 from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
@@ -55,13 +57,9 @@ BETWEEN_RANKS: dict[Lane, str] = {  # only where there are several
     Lane.GATHER: "hightide-gather",  # brings the rest of a chunk from the other ranks while blocks compute
     Lane.REDUCE: "hightide-reduce",  # averages finished gradients over all ranks meanwhile
 }
-WATCHER = (
-    "hightide-fences"  # one for each lane that works on the host: waits for copies, so that it takes finished ones
-)
-SHARER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
-CORES_FOR_OTHERS = (
-    2  # Python's and autograd's threads with what they start, and the two copying lanes, which mostly wait
-)
+WATCHER = "hightide-fences"  # one for each lane that works on the host, so that it takes copies that are through
+UPDATER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
+CORES_FOR_OTHERS = 2  # Python's and autograd's threads with what they start; the copying lanes mostly wait
 
 
 def default_update_threads() -> int:
@@ -146,16 +144,16 @@ class Lanes:
         self,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         device: torch.device | None = None,
-        update_threads: int | None = None,
+        num_update_threads: int | None = None,
         several_ranks: bool = False,
     ) -> None:
         self.timeout_s = timeout_s
         self.streams = Streams(device, several_ranks)
         workers = WORKERS | BETWEEN_RANKS if several_ranks else WORKERS
         begun = threading.Semaphore(0)
-        num_sharing = default_update_threads() if update_threads is None else update_threads
-        self.sharers = UpdateThreads(num_sharing, timeout_s)
-        self._state = State()
+        num_sharing = default_update_threads() if num_update_threads is None else num_update_threads
+        self.update_threads = UpdateThreads(num_sharing, timeout_s)
+        self._state = SharedState()
         self._queues = {lane: queue_for(lane, self._state, timeout_s) for lane in workers}
         watchers = {lane: Watcher(self._state) for lane in workers if lane.on_host}
         for lane, watcher in watchers.items():
@@ -163,24 +161,24 @@ class Lanes:
         # Threads hold the queues and never this object, so that forgotten lanes are collected and their threads end.
         self._threads = [
             threading.Thread(
-                target=_work, args=(self._queues[lane], lane, timeout_s, self.streams, begun), name=name, daemon=True
+                target=work, args=(self._queues[lane], lane, timeout_s, self.streams, begun), name=name, daemon=True
             )
             for lane, name in workers.items()
         ]
         self._threads += [
-            threading.Thread(target=_watch, args=(watcher, begun), name=f"{WATCHER}-{lane}", daemon=True)
+            threading.Thread(target=watch, args=(watcher, begun), name=f"{WATCHER}-{lane}", daemon=True)
             for lane, watcher in watchers.items()
         ]
         self._threads += [
             threading.Thread(
-                target=_share, args=(self.sharers.desk, number, begun), name=f"{SHARER}-{number}", daemon=True
+                target=share, args=(self.update_threads.queue, number, begun), name=f"{UPDATER}-{number}", daemon=True
             )
             for number in range(1, num_sharing)
         ]
         # At exit too, and joined: a thread that Python ends in the middle of a torch operation aborts the process.
         together = [(lane, queue) for lane, queue in self._queues.items() if lane in BETWEEN_RANKS]
         self._finish = partial(_finish, together, self._state)
-        ends = (self._state, self.sharers.desk, self._threads, self._finish)
+        ends = (self._state, self.update_threads.queue, self._threads, self._finish)
         self._finalizer = weakref.finalize(self, _end, *ends, JOIN_TIMEOUT_S)
         start_threads(self._threads, begun)  # see [Note: threads of torch]
 
@@ -315,7 +313,7 @@ class Lanes:
     def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Ends the threads. What runs is finished, and what other ranks wait for; what else is queued fails. Wait for
         what matters before closing."""
-        _end(self._state, self.sharers.desk, self._threads, self._finish, timeout_s)
+        _end(self._state, self.update_threads.queue, self._threads, self._finish, timeout_s)
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         if stuck:
             warnings.warn(f"{', '.join(stuck)} still busy {timeout_s:g} s after close()", RuntimeWarning, stacklevel=2)
@@ -340,7 +338,7 @@ class Lanes:
             return "queued: " + ", ".join(f"{lane} {len(queue)}" for lane, queue in self._queues.items())
 
 
-def _finish(queues: list[tuple[Lane, Queue]], state: State, timeout_s: float) -> None:
+def _finish(queues: list[tuple[Lane, Queue]], state: SharedState, timeout_s: float) -> None:
     """Until what was issued together with other ranks is done: they have issued it too, or will learn that this one has
     ended."""
     for lane, queue in queues:
@@ -352,8 +350,8 @@ def _finish(queues: list[tuple[Lane, Queue]], state: State, timeout_s: float) ->
 
 
 def _end(
-    state: State,
-    desk: TileQueue,
+    state: SharedState,
+    tiles: TileQueue,
     threads: list[threading.Thread],
     finish: Callable[[float], None],
     timeout_s: float,
@@ -363,7 +361,7 @@ def _end(
         return
     finish(timeout_s)
     state.stop()
-    desk.close()
+    tiles.close()
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         if thread is not threading.current_thread():
@@ -373,74 +371,3 @@ def _end(
 def _join(ticket: Ticket) -> None:
     if ticket.fence is not None:
         ticket.fence.join()
-
-
-def _share(desk: TileQueue, number: int, begun: threading.Semaphore) -> None:
-    """The life of a thread that shares updates."""
-    torch.set_num_threads(1)
-    begun.release()
-    with torch.no_grad():
-        while (job := desk.join()) is not None:
-            try:
-                job.work(number)
-            except BaseException as error:  # it belongs to whoever brought the work
-                job.fail(error)
-            desk.leave(job)
-            del job  # an idle thread must not keep an update's tensors alive
-
-
-def _work(queue: Queue, lane: Lane, timeout_s: float, streams: Streams, begun: threading.Semaphore) -> None:
-    """The life of a lane's thread."""
-    if lane.on_host:
-        torch.set_num_threads(1)
-    begun.release()
-    with torch.no_grad(), streams.of(lane):  # copies and updates are no part of anyone's graph
-        while (taken := queue.take()) is not None:
-            task, error = taken
-            if error is None:
-                _run(task, queue.state, timeout_s, streams)
-            else:
-                task.ticket.set_error(error)
-            del taken, task, error  # an idle thread must not keep a task's tensors alive
-
-
-def _watch(watcher: Watcher, begun: threading.Semaphore) -> None:
-    """The life of the watching thread."""
-    begun.release()
-    while (taken := watcher.take()) is not None:
-        ticket, then = taken
-        try:
-            assert ticket.fence is not None
-            ticket.fence.synchronize()
-        except BaseException as error:  # whatever it is, it belongs to the user's thread
-            watcher.state.fail(error)
-        else:
-            then()
-        del taken, ticket, then
-
-
-def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
-    started_s = time.perf_counter()
-    try:
-        on_host = task.lane.on_host
-        for ticket in task.after:
-            if ticket.fence is not None:
-                ticket.fence.synchronize() if on_host else ticket.fence.join()
-        began = streams.mark(task.lane)
-        result = task.run()
-        if isinstance(result, Ticket):
-            result = result.wait(timeout_s)
-        ended = None if began is None else streams.mark(task.lane)
-        task.ticket.fence = None if on_host else streams.fence()
-    except BaseException as error:  # whatever it is, it belongs to the user's thread
-        state.fail(error)
-        task.ticket.set_error(error)
-        return
-    ended_s = time.perf_counter()
-    # The record comes before the ticket: who has waited for an action finds its record.
-    span = (started_s, ended_s)
-    events = None if began is None or ended is None else (began, ended)
-    num_bytes = result if isinstance(result, int) else 0
-    done = (task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due, events)
-    state.record(LaneRecord(*done, num_bytes=num_bytes))
-    task.ticket.set_result(result)

@@ -18,7 +18,7 @@ from hightide.ir.tier import Lane
 from hightide.process.forks import Birthplace
 from hightide.stores.ticket import Ticket
 
-KEPT_PASSES = 4  # records of older passes are dropped, unless `State.kept_pass` keeps them
+KEPT_PASSES = 4  # records of older passes are dropped, unless `SharedState.kept_pass` keeps them
 
 
 class LaneRecord(NamedTuple):
@@ -71,7 +71,7 @@ class Bell:
         self._silent.acquire(timeout=timeout_s)
 
 
-class State:
+class SharedState:
     """What the lanes share. One lock: a lane's work takes far longer than any of its bookkeeping."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class State:
 class Watcher:
     """Fences that something on the host waits for, in the order in which they were set: so they pass."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: SharedState) -> None:
         self.state = state
         self._bell = Bell()
         state.bells.append(self._bell)
@@ -162,7 +162,7 @@ class Queue:
 
     _tasks: Sized
 
-    def __init__(self, state: State, timeout_s: float) -> None:
+    def __init__(self, state: SharedState, timeout_s: float) -> None:
         self.state = state
         self.timeout_s = timeout_s
         self.watcher: Watcher | None = None  # for a lane that works on the host
@@ -269,7 +269,7 @@ class Queue:
 
 
 class InOrder(Queue):
-    def __init__(self, state: State, timeout_s: float) -> None:
+    def __init__(self, state: SharedState, timeout_s: float) -> None:
         super().__init__(state, timeout_s)
         self._tasks: deque[Task] = deque()
 
@@ -290,7 +290,7 @@ class InOrder(Queue):
 
 
 class DueFirst(Queue):
-    def __init__(self, state: State, timeout_s: float) -> None:
+    def __init__(self, state: SharedState, timeout_s: float) -> None:
         super().__init__(state, timeout_s)
         self._tasks: dict[int, Task] = {}  # by order of submission
         self._heap: list[tuple[int, int]] = []  # (due, order) of the ready ones
@@ -323,5 +323,5 @@ class DueFirst(Queue):
         return self._tasks.pop(next(iter(self._tasks)))
 
 
-def queue_for(lane: Lane, state: State, timeout_s: float) -> Queue:
+def queue_for(lane: Lane, state: SharedState, timeout_s: float) -> Queue:
     return (InOrder if lane.is_in_order else DueFirst)(state, timeout_s)

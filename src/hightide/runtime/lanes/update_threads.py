@@ -14,11 +14,11 @@ class UpdateThreads:
     """Threads that do one thing together. The thread that brings the work, which is the cpu lane's, does its part."""
 
     def __init__(self, num_threads: int, timeout_s: float) -> None:
-        """One of the threads is the one that brings work; the others are made in lanes.py and wait at the desk."""
+        """One of the threads is the one that brings work; the others are made in lanes.py and wait in the queue."""
         if num_threads < 1:
             raise ValueError(f"{num_threads} threads cannot update anything; give at least 1")
         self.num_threads = num_threads
-        self.desk = TileQueue()
+        self.queue = TileQueue()
         self._timeout_s = timeout_s
         self._crew: tuple[KernelThreads, Job] | None = None  # in which the threads wait, if the last work was in C
 
@@ -37,7 +37,7 @@ class UpdateThreads:
 
     def _run(self, work: Callable[[int], object], num_others: int) -> None:
         job = Job(work)
-        self.desk.offer(job, num_others)
+        self.queue.offer(job, num_others)
         try:
             work(0)
         except BaseException as error:
@@ -45,7 +45,7 @@ class UpdateThreads:
         self._withdraw(job)
 
     def _withdraw(self, job: Job) -> None:
-        if not self.desk.withdraw(job, self._timeout_s):
+        if not self.queue.withdraw(job, self._timeout_s):
             job.fail(TimeoutError(f"threads that share an update were still busy after {self._timeout_s:g} s"))
         if job.error is not None:
             raise job.error
@@ -55,7 +55,7 @@ class UpdateThreads:
         if self._crew is None:
             crew = KernelThreads(library, self._timeout_s)
             job = Job(crew.serve, crew.dismiss)
-            self.desk.offer(job, self.num_threads - 1)
+            self.queue.offer(job, self.num_threads - 1)
             self._crew = crew, job
         return self._crew[0]
 

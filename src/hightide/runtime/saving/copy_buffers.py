@@ -12,18 +12,18 @@ from torch import Tensor
 
 from hightide.ir.save_sizes import NUM_STAGED
 from hightide.ir.tier import Tier
-from hightide.runtime.saving.kept import Buffer, Kept
+from hightide.runtime.saving.kept import CopyBuffer, Kept
 from hightide.stores.host_arena import HostArena
 
 
 class CopyBuffers:
     def __init__(self, host: HostArena) -> None:
         self._host = host
-        self._staged: list[Buffer] = []
+        self._staged: list[CopyBuffer] = []
         # Until that is done nothing leaves the GPU for memory that is not pinned: it would take longer than pinning.
         self._is_pinning = host.is_pinned
 
-    def lent_for(self, one: Kept) -> Buffer | None:
+    def lent_for(self, one: Kept) -> CopyBuffer | None:
         """None: there is no room, or none yet."""
         leaves_gpu = one.tier is Tier.GPU
         buffer = self._lent(one.tile.num_bytes, leaves_gpu)
@@ -32,17 +32,17 @@ class CopyBuffers:
             return None
         return buffer
 
-    def _lent(self, num_bytes: int, leaves_gpu: bool) -> Buffer | None:
+    def _lent(self, num_bytes: int, leaves_gpu: bool) -> CopyBuffer | None:
         region = self._host.lend(num_bytes, leaves_gpu)
         if region is None:
             return None
-        return Buffer(self._host.view(region, torch.uint8), region, is_pinned=self._host.is_pinned_at(region))
+        return CopyBuffer(self._host.view(region, torch.uint8), region, is_pinned=self._host.is_pinned_at(region))
 
     def lent_bytes(self, num_bytes: int) -> tuple[Tensor, Callable[[], None]] | None:
         region = self._host.lend(num_bytes, leaves_gpu=False)
         return None if region is None else (self._host.view(region, torch.uint8), partial(self._host.free, region))
 
-    def give_back(self, buffer: Buffer) -> None:
+    def give_back(self, buffer: CopyBuffer) -> None:
         if buffer.is_staged:
             self._staged.append(buffer)
         elif buffer.region is not None:
@@ -62,7 +62,7 @@ class CopyBuffers:
     def has_staged(self) -> bool:
         return bool(self._staged)
 
-    def take_staged(self) -> Buffer:
+    def take_staged(self) -> CopyBuffer:
         return self._staged.pop()
 
     # ---- pinning
@@ -82,11 +82,11 @@ class CopyBuffers:
         for buffer in staged:
             self.release(buffer)
 
-    def release(self, buffer: Buffer) -> None:
+    def release(self, buffer: CopyBuffer) -> None:
         """Whatever it was for."""
         if buffer.region is not None:
             self._host.free(buffer.region)
 
 
-def _plain(num_bytes: int) -> Buffer:
-    return Buffer(torch.empty(num_bytes, dtype=torch.uint8), None)
+def _plain(num_bytes: int) -> CopyBuffer:
+    return CopyBuffer(torch.empty(num_bytes, dtype=torch.uint8), None)

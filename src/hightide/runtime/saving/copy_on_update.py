@@ -30,7 +30,7 @@ from hightide.process.interrupts import safe_point
 from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.saving.copy_buffers import CopyBuffers
-from hightide.runtime.saving.kept import Buffer, Kept, Stage
+from hightide.runtime.saving.kept import CopyBuffer, CopyStage, Kept
 from hightide.runtime.saving.saved_tensor import SaveCost
 from hightide.runtime.saving.tiles import Tile
 from hightide.stores.host_arena import HostArena
@@ -93,24 +93,24 @@ class CopyOnUpdate:
             one = self._kept[number]
             owed = self._owed.get(one.tile.chunk, ())
         for ticket in owed:
-            ticket.settle()
+            ticket.wait_through()
         with self._changed:
             self._check()
-            if one.stage is Stage.HOME and (one.tier is Tier.HOST or not one.tile.numel):
-                one.stage = Stage.HANDED
+            if one.stage is CopyStage.HOME and (one.tier is Tier.HOST or not one.tile.numel):
+                one.stage = CopyStage.HANDED
             else:
-                while one.stage is Stage.HOME and not self._buffers.has_staged:
+                while one.stage is CopyStage.HOME and not self._buffers.has_staged:
                     self._changed.wait(LOOK_S)  # until the reader gives one back
                     self._check()
-                if one.stage is Stage.HOME:
+                if one.stage is CopyStage.HOME:
                     self._bring(one, self._buffers.take_staged())
             self._at = number + 1
             self._bring_next()
-            is_handed, copied, buffer = one.stage is Stage.HANDED, one.ticket, one.buffer
+            is_handed, copied, buffer = one.stage is CopyStage.HANDED, one.ticket, one.buffer
         if is_handed:
             return one.tile.source.view if one.tile.numel else torch.empty(0, dtype=one.tile.array.dtype)
         assert copied is not None and buffer is not None
-        copied.settle()
+        copied.wait_through()
         if one.tier is Tier.GPU:
             self._is_through(one)
             with self._changed:
@@ -125,7 +125,7 @@ class CopyOnUpdate:
             buffer, one.buffer, one.ticket = one.buffer, None, None
             if buffer is not None:
                 self._buffers.give_back(buffer)
-            one.stage, self._progress_s = Stage.READ, time.monotonic()
+            one.stage, self._progress_s = CopyStage.READ, time.monotonic()
             self._num_passed += 1
             self._changed.notify_all()
         self._run_ahead()
@@ -170,16 +170,16 @@ class CopyOnUpdate:
         for one in kept:
             self._await_copy(one)
 
-    def settle(self, chunk: int | None = None) -> None:
+    def secure_now(self, chunk: int | None = None) -> None:
         """As `secure`, of one chunk or all, for who is no update: the step whose values are read may still be making
         them. And copies are through when this returns."""
         for number in list(self._by_chunk) if chunk is None else [chunk]:
             for owed in self._owed.get(number, ()):
-                owed.settle()
+                owed.wait_through()
             self.secure(number)
             for one in self._by_chunk.get(number, ()):
                 if one.tier is Tier.GPU and (ticket := one.ticket) is not None:
-                    ticket.settle()
+                    ticket.wait_through()
                     self._is_through(one)
 
     def wait(self) -> None:
@@ -194,10 +194,10 @@ class CopyOnUpdate:
         since_s = time.monotonic()
         with self._changed:
             while not self.is_over:
-                unsafe = [one for one in kept if one.tile.numel and one.stage in (Stage.HOME, Stage.HANDED)]
+                unsafe = [one for one in kept if one.tile.numel and one.stage in (CopyStage.HOME, CopyStage.HANDED)]
                 if not unsafe:
                     break
-                mine = [one for one in unsafe if one.stage is Stage.HOME and self._set_aside(one)]
+                mine = [one for one in unsafe if one.stage is CopyStage.HOME and self._set_aside(one)]
                 here = [one for one in mine if one.tier is not Tier.GPU]
                 if here:
                     return here
@@ -250,7 +250,7 @@ class CopyOnUpdate:
 
     def _await_copy(self, one: Kept) -> None:
         with self._changed:
-            ticket = one.ticket if one.stage is Stage.ASIDE and not self.is_over else None
+            ticket = one.ticket if one.stage is CopyStage.ASIDE and not self.is_over else None
         if ticket is None:
             return
         if one.tier is Tier.GPU:
@@ -283,11 +283,11 @@ class CopyOnUpdate:
 
     # -- copies, under the lock -----------------------------------------------------------------------------------
 
-    def _put(self, one: Kept, buffer: Buffer, ticket: Ticket) -> None:
-        one.stage, one.buffer, one.ticket = Stage.ASIDE, buffer, ticket
+    def _put(self, one: Kept, buffer: CopyBuffer, ticket: Ticket) -> None:
+        one.stage, one.buffer, one.ticket = CopyStage.ASIDE, buffer, ticket
         self._copied_bytes += one.tile.num_bytes
 
-    def _bring(self, one: Kept, buffer: Buffer) -> None:
+    def _bring(self, one: Kept, buffer: CopyBuffer) -> None:
         """From the GPU or the disk: it is under way when this returns."""
         tile, target = one.tile, buffer.of(one.tile)
         source = tile.source
@@ -319,7 +319,7 @@ class CopyOnUpdate:
     def _bring_next(self) -> None:
         """Of tiles that are not on the host the one that the reader asks for next, if it is not aside already."""
         one = self._first(self._elsewhere, self._at)
-        if one is None or one.stage is not Stage.HOME or not self._buffers.has_staged:
+        if one is None or one.stage is not CopyStage.HOME or not self._buffers.has_staged:
             return
         if all(ticket.done for ticket in self._owed.get(one.tile.chunk, ())):
             self._bring(one, self._buffers.take_staged())
@@ -342,7 +342,7 @@ class CopyOnUpdate:
                 if self.is_over or self._is_leaving:
                     return
                 one = self._first(self._ahead, self._at)
-                while one is not None and one.stage is not Stage.HOME:
+                while one is not None and one.stage is not CopyStage.HOME:
                     one = self._first(self._ahead, one.number + 1)
                 buffer = None if one is None else self._buffers.lent_for(one)
                 if one is None or buffer is None:
@@ -386,7 +386,7 @@ class CopyOnUpdate:
             if one.buffer is None or one.ticket is None:
                 continue
             with suppress(Exception):
-                one.ticket.settle()
+                one.ticket.wait_through()
             if one.ticket.done:  # else somebody may still write there
                 self._buffers.release(one.buffer)
         self._buffers.close()

@@ -13,7 +13,7 @@ from hightide.stores.store import Region
 from hightide.stores.ticket import Ticket
 
 
-class Stage(Enum):
+class CopyStage(Enum):
     HOME = auto()  # nobody has read it
     ASIDE = auto()  # in a buffer, when its ticket is done
     HANDED = auto()  # the reader has it, where it lies
@@ -21,7 +21,7 @@ class Stage(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Buffer:
+class CopyBuffer:
     memory: Tensor  # bytes on the host
     region: Region | None  # None: it is not of the arena
     is_staged: bool = False
@@ -38,8 +38,8 @@ class Kept:
     tile: Tile
     number: int
     runs_ahead: bool  # an update on the GPU changes it
-    stage: Stage = Stage.HOME
-    buffer: Buffer | None = None
+    stage: CopyStage = CopyStage.HOME
+    buffer: CopyBuffer | None = None
     ticket: Ticket | None = None
     is_through: bool = False  # it has left the GPU
 

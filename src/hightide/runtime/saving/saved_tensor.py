@@ -1,4 +1,4 @@
-"""What a save hands out, and what it costs training."""
+"""One tensor that a save hands out, and what a save costs training."""
 
 from __future__ import annotations
 

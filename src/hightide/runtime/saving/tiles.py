@@ -16,7 +16,7 @@ from hightide.stores.array import Array
 Wanted = Callable[[str, str], bool]  # of a parameter's key, and PARAM or the name of a state
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Elements of one tensor, inside of a tile."""
 
     tensor: SavedTensor
@@ -34,7 +34,7 @@ class Tile:
     array: Array  # at home
     start: int
     numel: int = 0
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorPart] = field(default_factory=list)
 
     @property
     def source(self) -> Array:
@@ -122,7 +122,7 @@ def _cut(
                 tile = Tile(chunk, state, array, begin)
             start = begin - tile.start
             numel = min(place.stop - begin, tile_numel - start)
-            tile.parts.append(Part(tensor, start, numel, first + begin - place.start))
+            tile.parts.append(TensorPart(tensor, start, numel, first + begin - place.start))
             tile.numel = start + numel
             begin += numel
             if begin >= place.stop:

@@ -6,7 +6,7 @@ from hightide.ir.tier import Tier
 from hightide.runtime.chunks.chunks import Chunks
 
 
-class Written:
+class WrittenSince:
     def __init__(self, chunks: Chunks) -> None:
         """Since now."""
         self._chunks = chunks

@@ -8,11 +8,12 @@ from functools import partial
 
 from hightide.ir.action import ActionKey, Op
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.gradients.ranked_gradients import RankedGradients
 from hightide.runtime.schedule.in_flight import InFlight
-from hightide.runtime.schedule.performer import LaneWork, Performer
+from hightide.runtime.schedule.lane_work import LaneWork
+from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.schedule.program import Pass
 from hightide.stores.ticket import Ticket
 
@@ -71,7 +72,7 @@ class Demands:
             )
         place = self._chunks.placed[chunk]
         lane = Lane.GATHER if place.is_gathered else Lane.H2D
-        if not (place.is_gathered and place.home is Tier.GPU):
+        if not (place.is_gathered and place.is_home_on_gpu):
             ticket = self._submit("fetch", Lane.H2D, chunk, self._performer.fetch_param(chunk, slot))
             self._flight.fetches[chunk] = ticket  # before it is awaited: an interrupt may end the wait
         if place.is_gathered:
@@ -168,9 +169,9 @@ class Demands:
         flight = self._flight.fetches.get(chunk)  # a copy may still be reading what the update writes
         earlier = (self._flight.exits.get(chunk), *self._flight.changes(chunk), flight, *self._flight.reads_of(chunk))
         after = [ticket for ticket in earlier if ticket is not None]
-        if self._performer.saving is not None:  # see [Note: copy on update]
-            after += self._performer.saving.owed()
-        work = self._performer.update(chunk)
+        if self._performer.updating.saving is not None:  # see [Note: copy on update]
+            after += self._performer.updating.saving.owed()
+        work = self._performer.updating.update(chunk)
         name = ActionKey(Op.UPDATE, chunk)
         if self._chunks.placed[chunk].is_updated_on_gpu:
             if self._chunks.placed[chunk].is_reduced and chunk in self._flight.exits:
@@ -190,7 +191,7 @@ class Demands:
     def settle(self, chunk: int) -> None:
         """The second part of an update that was issued."""
         name, flight = ActionKey(Op.SETTLE, chunk), self._flight
-        ticket = flight.lanes.submit(name, Lane.CPU, 0, flight.changes(chunk), self._performer.settle(chunk))
+        ticket = flight.lanes.submit(name, Lane.CPU, 0, flight.changes(chunk), self._performer.updating.settle(chunk))
         flight.latest[name] = flight.settled[chunk] = ticket
 
     def _submit(self, what: str, lane: Lane, chunk: int, work: LaneWork) -> Ticket:

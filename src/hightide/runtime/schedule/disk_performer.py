@@ -1,6 +1,6 @@
-"""What READ and WRITE do, and what the actions before and after them do otherwise for what lives on disk. As in
-performer.py, buffers are looked up in the user's thread when an action is issued, and the work runs on its lane. See
-[Note: what is in a buffer] in chunks/rings.py."""
+"""READ and WRITE, and what the actions before and after them do otherwise for what lives on disk. As in performer.py,
+buffers are looked up in the user's thread when an action is issued, and the work runs on its lane. See [Note: what is
+in a buffer] in chunks/rings.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from hightide.ir.action import Action, Place
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import DiskHomes, UpdateArrays
-from hightide.runtime.chunks.rings import Content
+from hightide.runtime.chunks.rings import BufferContent
 from hightide.runtime.gradients.gradients import Gradients
+from hightide.runtime.schedule.lane_work import LaneWork
 from hightide.stores.array import Array
 from hightide.stores.ticket import Fence
-
-LaneWork = Callable[[], object]
 
 
 class DiskPerformer:
@@ -78,7 +77,7 @@ class DiskPerformer:
         self._rings.up.leave(content)
         return lambda: self._filled(content)
 
-    def _filled(self, content: Content) -> Array:
+    def _filled(self, content: BufferContent) -> Array:
         """Others may have been copied out of this buffer by this very lane, which has only enqueued that."""
         if not content.is_good:
             if (fence := self._fence()) is not None:

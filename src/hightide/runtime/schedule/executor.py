@@ -17,7 +17,7 @@ from hightide.ir.action import ActionKey, Mode, Op, Schedule
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
-from hightide.planner.predict.saving import update_order
+from hightide.planner.predict.save_forecast import update_order
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.lanes.lanes import Begun
 from hightide.runtime.schedule.demand import Demands
@@ -27,6 +27,7 @@ from hightide.runtime.schedule.issuer import Issuer
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.schedule.program import Pass, Program
 from hightide.runtime.schedule.promises import Promises
+from hightide.runtime.schedule.ranked_pass import RankedPass
 from hightide.shard.watchman import Watchman
 
 
@@ -54,7 +55,6 @@ class Executor:
         watchman: Watchman | None = None,
     ) -> None:
         """`accumulate`: backwards that the user has promised before each step. `watchman`: of several ranks."""
-        self._watchman, self._names = watchman, names
         self.programs = {mode: Program(schedule) for mode, schedule in schedules.items()}
         self.promises = Promises(self.programs, performer, update, accumulate, names)
         self.num_deviations = 0
@@ -63,6 +63,10 @@ class Executor:
         self._demands = Demands(flight, performer, names)
         self._issuer = Issuer(self.programs.values(), flight, performer)
         self._in_use = InUse(flight, performer, self._demands, self.promises)
+        self._ranked: RankedPass | None = None
+        if watchman is not None:
+            about = (flight, performer, self._demands, self._issuer, self._in_use)
+            self._ranked = RankedPass(watchman, *about, update, names)
         self._update = update
         self._optimised = [spec.index for spec in self._chunks.specs if spec.optimised_numel]
         self._staying = [chunk for chunk, place in enumerate(self._chunks.placed) if place.stays]
@@ -93,10 +97,11 @@ class Executor:
         elif mode.trains:
             self._suspended = None
         program = self.promises.program() if mode.trains else self.programs[mode]
-        self._settle_slots(() if self.promises.owes_step else program.schedule.standing)  # updates have made them stale
+        self._empty_slots(() if self.promises.owes_step else program.schedule.standing)  # updates have made them stale
         self._lanes.begin_pass()
         self._pass = Pass(program, self._next_due)
-        self._count("forward" if mode.trains else "evaluation", is_evaluating=not mode.trains)
+        if self._ranked is not None:
+            self._ranked.count("forward" if mode.trains else "evaluation", is_evaluating=not mode.trains)
         self._next_due += len(program.ticks)
         if mode.trains:
             self._gradients.begin_pass()
@@ -129,7 +134,7 @@ class Executor:
             return False
         return current.program.find_forward(block, current.cursor) is not None
 
-    def _settle_slots(self, standing: Sequence[tuple[int, int]] = ()) -> None:
+    def _empty_slots(self, standing: Sequence[tuple[int, int]] = ()) -> None:
         """`standing`: parameters that stay where they are."""
         slots, copies = self._chunks.param_slots, self._chunks.param_copies
         for chunk in slots.everyone():
@@ -153,15 +158,13 @@ class Executor:
     def enter(self, op: Op, block: int, call: int | None = None, accumulate: bool = False) -> Tick:
         """Makes a block ready to compute: its parameters bound and, for an accumulating backward, its gradients."""
         self._lanes.check()
-        if op is Op.BACKWARD and self._suspended is not None:
-            self._pass, self._suspended = self._suspended, None
+        if op is Op.BACKWARD:
+            self._resume()
         current = self._pass
         if current is None:
             raise Refused("a block ran outside of a pass; call the model that hightide.wrap returned")
-        if self._watchman is not None:
-            self._watchman.own.is_evaluating = not current.program.mode.trains
-            evaluated = ", of an evaluation" if self._watchman.own.is_evaluating else ""
-            self._watchman.doing = f"{op} of block {self._names[block]!r}{evaluated}"
+        if self._ranked is not None:
+            self._ranked.enter(op, block, current.program.mode)
         if accumulate and not current.backward_begun:
             self._begin_backward(current)
         elif op is Op.BACKWARD and not current.is_going_back:
@@ -191,23 +194,27 @@ class Executor:
         self._in_use.release(current, tick.block, tick.index, tick.accumulate)
         if tick.index is not None:
             self._lanes.record_inline(current.program.ticks[tick.index].id, tick.began, self._gpu_bytes())
-            if self._watchman is not None:
-                self._agree_in_backward(current, tick.index)
+            if self._ranked is not None:
+                self._ranked.agree_in_backward(current, tick.index)
             self._issuer.complete(current, tick.index)
         elif tick.accumulate:  # no write-back is planned; what stays has until the step
             self._send_away(chunk for chunk in self._chunks.by_block[tick.block] if chunk not in self._staying)
 
     def begin_backward(self) -> None:
         """Of all blocks that are trained, though the first that runs is not."""
-        if self._suspended is not None:
-            self._pass, self._suspended = self._suspended, None
+        self._resume()
         if self._pass is not None and not self._pass.backward_begun:
             self._begin_backward(self._pass)
+
+    def _resume(self) -> None:
+        """The pass whose backward an evaluation has kept waiting."""
+        if self._suspended is not None:
+            self._pass, self._suspended = self._suspended, None
 
     def _begin_backward(self, current: Pass) -> None:
         program, exists = self.promises.begin_backward()
         current.backward_begun = current.is_going_back = True
-        self._performer.updated.clear()
+        self._performer.updating.updated.clear()
         if program is not current.program:
             current.load(program)
         if exists:
@@ -221,28 +228,9 @@ class Executor:
             for action in current.program.before_tick[current.cursor]:
                 if action.op is Op.UPDATE:
                     self._issuer.run_inline(current, action)
-            if self._watchman is not None:
-                self._pass_over(current, current.cursor)
+            if self._ranked is not None:
+                self._ranked.pass_over(current, current.cursor)
             self._issuer.complete(current, current.cursor)
-
-    def _pass_over(self, current: Pass, index: int) -> None:
-        """A tick that other ranks may run: this one takes part in what is gathered, and in averages with zeros."""
-        self._issuer.run_before(current, index, current.backward_begun, without=Op.UPDATE)
-        tick = current.program.ticks[index]
-        if current.backward_begun and tick.op is Op.BACKWARD and tick.block is not None:
-            assert self._performer.ranked is not None
-            for chunk in self._chunks.by_block[tick.block]:
-                self._in_use.bring_sum(chunk)
-                self._performer.ranked.pass_over(chunk)
-        self._agree_in_backward(current, index)
-
-    def _agree_in_backward(self, current: Pass, index: int) -> None:
-        """Updates in backward must know at once which parameters have gradients."""
-        tick = current.program.ticks[index]
-        is_last = current.program.mode.ends_step and current.backward_begun
-        if self._update is Update.IN_BACKWARD and is_last and tick.op is Op.BACKWARD and tick.block is not None:
-            assert self._performer.ranked is not None
-            self._performer.ranked.agree(self._chunks.by_block[tick.block])
 
     def _gpu_bytes(self) -> int | None:
         """Asked for only while a recording is on."""
@@ -300,39 +288,13 @@ class Executor:
         if step is not None:
             self._skip_to(self._pass, step)
         self._send_away(self._chunks.grad_slots.everyone())
-        if self._watchman is not None:
-            self._count("backward")
-            self._average_the_rest(self._pass)
+        if self._ranked is not None:
+            self._ranked.count("backward")
+            self._ranked.average_the_rest(self._pass)
         self._gradients.end_backward()
         self._pass.backward_ended = True
         self.promises.end_backward()
         return True
-
-    def _average_the_rest(self, current: Pass) -> None:
-        """Of several ranks, once all gradients are summed: those that plain autograd has made, and norms."""
-        gradients, is_last = self._performer.ranked, current.program.mode.ends_step
-        assert gradients is not None
-        unreduced = gradients.agree()
-        gradients.will_have_norms(None)
-        loose = [chunk for chunk in range(len(self._chunks.specs)) if gradients.has_loose(chunk)]
-        if not is_last:
-            gradients.unreduced.update(loose, unreduced)  # also others': a step that comes now averages the same here
-            return
-        if current.is_agreed:  # another backward through the same pass
-            unreduced = sorted({*unreduced, *loose})
-        else:
-            for chunk in loose:
-                gradients.begin_averaging(chunk)
-            current.is_agreed = True
-            self._issuer.issue(current, current.cursor - 1)
-            for chunk in loose:
-                self._flight.wait(self._flight.exits[chunk], Lane.REDUCE)
-                gradients.end_averaging(chunk)
-            unreduced = [chunk for chunk in unreduced if chunk not in loose]
-        for chunk in unreduced:  # a block was called more often than the plan foresaw
-            self._demands.reduce(chunk)
-        if gradients.takes_norms:
-            gradients.will_have_norms(self._demands.sum_norms())
 
     def step(self) -> None:
         """The user's optimizer.step(). Chunks with a gradient that no planned update covers run on demand."""
@@ -340,20 +302,16 @@ class Executor:
         try:
             self._step()
         finally:  # one that was refused in the middle of it, by a gradient that cannot be used
-            for chunk in self._performer.unsettled:
+            for chunk in self._performer.updating.unsettled:
                 self._demands.settle(chunk)
 
     def _step(self) -> None:
         if self._update is Update.DEFERRED:
-            self._performer.updated.clear()
+            self._performer.updating.updated.clear()
         self.promises.begin_step(self._leftovers)
         self._send_away(self._chunks.grad_slots.everyone())  # a backward that ended with an exception has left some
-        if self._watchman is not None:
-            self._watchman.doing = "step()"
-            if self._gradients.any_valid() if self._update is Update.DEFERRED else self.promises.owes_step:
-                self._count("step()")  # one that changes something, on all ranks: whoever has the gradients
-            for chunk in sorted(self._gradients.unreduced):  # it comes earlier than was promised
-                self._demands.reduce(chunk)
+        if self._ranked is not None:
+            self._ranked.begin_step(self.promises.owes_step)
         self._send_away(self._staying)  # it comes earlier than was promised, or its last pass left out a block
         current = self._pass
         step = None if current is None else current.program.step_tick
@@ -366,16 +324,11 @@ class Executor:
         for chunk in self._leftovers():
             self._demands.update(chunk)
         self.promises.end_step()
-        self._performer.updated.clear()
-
-    def _count(self, what: str, is_evaluating: bool = False) -> None:
-        if self._watchman is not None:
-            self._watchman.own.calls[what] += 1
-            self._watchman.own.is_evaluating = is_evaluating
+        self._performer.updating.updated.clear()
 
     def _leftovers(self) -> list[int]:
         """Chunks with a gradient that no update has used."""
-        done, ready = self._performer.updated, self._gradients.ready
+        done, ready = self._performer.updating.updated, self._gradients.ready
         return [chunk for chunk in self._optimised if chunk not in done and ready(chunk)]
 
     @property
@@ -423,7 +376,7 @@ class Executor:
         if self._chunks.placed[chunk].is_gathered_after_update and chunk in self._flight.fetches:
             self._flight.wait(self._flight.fetches[chunk], Lane.GATHER)
 
-    def settle_home(self, chunk: int) -> None:
+    def await_home(self, chunk: int) -> None:
         """The same, and nothing reads them there. Whoever asks may change them: what was read ahead is read again."""
         self.wait_for_update(chunk)
         if self._rings is not None:
@@ -435,16 +388,16 @@ class Executor:
         """The same, and no copy of them is on the GPU, or on its way there: there will be new values at home."""
         if chunk in self._flight.fetches:
             self._flight.wait(self._flight.fetches[chunk], Lane.H2D)  # other ranks may take long
-            self._flight.fetches[chunk].settle()
-        self.settle_home(chunk)
+            self._flight.fetches[chunk].wait_through()
+        self.await_home(chunk)
         if self._chunks.placed[chunk].is_streamed and self._chunks.param_copies[chunk].state is Residency.CLEAN:
             self._performer.evict(chunk)
 
-    def settle(self) -> None:
+    def come_to_rest(self) -> None:
         """Until nothing is under way, and every gradient is at home. A pass that has begun is given up."""
         self.abandon()
         self.wait_for_updates()
-        self._settle_slots()
+        self._empty_slots()
         if self.promises.owes_step:
             self._use_up_gradients()
         for ticket in self._flight.exits.values():
@@ -459,7 +412,7 @@ class Executor:
         self.promises.give_up_gradients()
         for spec in self._chunks.specs:
             if self._gradients.has_gradient(spec.index):
-                if spec.optimised_numel and spec.index not in self._performer.updated:
+                if spec.optimised_numel and spec.index not in self._performer.updating.updated:
                     self._demands.update(spec.index)
                 self._gradients.drop_chunk(spec.index)
         self.wait_for_updates()

@@ -1,4 +1,4 @@
-"""What the block that computes has in its hands between enter and leave: its parameters, in backward its gradients."""
+"""In use by the block that computes, between enter and leave: its parameters, in backward its gradients."""
 
 from __future__ import annotations
 

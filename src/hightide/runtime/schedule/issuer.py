@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from hightide.ir.action import Action, ActionKey, Op
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.residency import Residency
-from hightide.runtime.schedule.disk_performer import LaneWork
 from hightide.runtime.schedule.in_flight import InFlight
-from hightide.runtime.schedule.performer import Performer, nothing
+from hightide.runtime.schedule.lane_work import LaneWork, nothing
+from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.schedule.program import Pass, Program
 from hightide.stores.ticket import Ticket
 
@@ -85,8 +85,8 @@ class Issuer:
             # It may have left off the plan, and a copy may still be reading what it writes.
             earlier = (flight.exits.get(action.chunk), flight.fetches.get(action.chunk))  # type: ignore[arg-type]
             after += [ticket for ticket in earlier if ticket is not None]
-        if action.op is Op.UPDATE and self._performer.saving is not None:  # see [Note: copy on update]
-            after += self._performer.saving.owed()
+        if action.op is Op.UPDATE and self._performer.updating.saving is not None:  # see [Note: copy on update]
+            after += self._performer.updating.saving.owed()
         is_of_sum = action.op in (Op.READ, Op.FETCH) and action.kind is not ChunkKind.PARAM
         if self._rings is not None and is_of_sum and action.chunk in flight.exits:  # it may have left off the plan
             after.append(flight.exits[action.chunk])

@@ -11,14 +11,14 @@ from functools import partial
 from torch import Tensor
 
 from hightide.ir.action import Action, Op
-from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.gradients.ranked_gradients import RankedGradients
-from hightide.runtime.saving.copy_on_update import CopyOnUpdate
-from hightide.runtime.schedule.disk_performer import DiskPerformer, LaneWork
-from hightide.runtime.schedule.updates import Updates
+from hightide.runtime.schedule.disk_performer import DiskPerformer
+from hightide.runtime.schedule.lane_work import LaneWork, nothing
+from hightide.runtime.schedule.update_performer import UpdatePerformer
 from hightide.runtime.tables.row_sums import Share
 from hightide.runtime.waiting.activations import Stashes
 from hightide.stores.array import Array
@@ -43,13 +43,8 @@ class Performer:
         self.chunks = chunks
         self.gradients = gradients
         self.stashes = stashes
-        self.updates: Updates | None = None  # set by the optimizer
-        self._unsettled: dict[int, LaneWork] = {}  # by chunk, what its planned update leaves for SETTLE
-        self._saving: CopyOnUpdate | None = None
         self.moved_bytes: Counter[Lane] = Counter()
         self.num_evictions = 0
-        self.num_updates: Counter[int] = Counter()  # issued, per chunk
-        self.updated: set[int] = set()  # chunks whose update was issued since the last backward began, or step
         self._prepare: dict[Op, Callable[[Action], LaneWork]] = {
             Op.FETCH: self._fetch,
             Op.EVICT: self._evict,
@@ -68,10 +63,11 @@ class Performer:
         self._disk: DiskPerformer | None = None
         if chunks.disk is not None:
             self._disk = DiskPerformer(chunks, chunks.disk, gradients, self._count, fence)
+        self.updating = UpdatePerformer(chunks, self._disk, share, self.drop_gradient)
 
     def go_on(self, before: Performer) -> None:
         """With the counters of the plan before, and its updates."""
-        self.updates = before.updates
+        self.updating.updates = before.updating.updates
         self.moved_bytes, self.num_evictions = before.moved_bytes, before.num_evictions
 
     def prepare(self, action: Action) -> LaneWork:
@@ -144,7 +140,7 @@ class Performer:
         stays: after a fetch, or an update of the shard there."""
         assert self.ranked is not None
         between, copy, place = self.ranked.between, self.chunks.param_copies[chunk], self.chunks.placed[chunk]
-        if slot is not None and place.home is Tier.GPU and not self._reserve(chunk, slot):
+        if slot is not None and place.is_home_on_gpu and not self._reserve(chunk, slot):
             return nothing
         if slot is not None and chunk not in self._ungathered:  # what is on its way is gathered once, however long
             return nothing
@@ -371,79 +367,9 @@ class Performer:
 
     def _update(self, action: Action) -> LaneWork:
         assert action.chunk is not None
-        return self.update(action.chunk, True)
-
-    def update(self, chunk: int, is_planned: bool = False) -> LaneWork:
-        assert self.updates is not None, "a schedule with updates needs an optimizer"
-        used_up = self.chunks.placed[chunk].is_used_up
-        if used_up and self.chunks.grad_slots.first(chunk) is None:
-            return nothing
-        prepared = self.updates.prepare(chunk, in_parts=is_planned and self.chunks.placed[chunk].settles)
-        if prepared is None:
-            return (lambda: self.drop_gradient(chunk)) if used_up else lambda: self.chunks.unpark(chunk)
-        apply, states = prepared
-        if states is not None:
-            self._unsettled[chunk] = states
-        if self._saving is not None:
-            apply = self._saved_first(chunk, apply)
-        if self._disk is not None and (self._disk.has_states(chunk) or self.chunks.placed[chunk].passes_ring):
-            apply = self._disk.updating(chunk, apply, is_planned)
-        self.updated.add(chunk)
-        self.num_updates[chunk] += 1
-        home = self.chunks.home_copies[chunk]
-
-        def work() -> None:
-            home.move(Residency.HELD)
-            apply()
-            home.move(Residency.CLEAN)
-            self.chunks.stale[chunk] = not self.chunks.placed[chunk].is_updated_on_gpu
-            if used_up:
-                self.drop_gradient(chunk)
-            self.chunks.unpark(chunk)
-
-        return work
+        return self.updating.update(action.chunk, True)
 
     def _settle(self, action: Action) -> LaneWork:
         """Nothing, where there was no update."""
         assert action.chunk is not None
-        return self.settle(action.chunk)
-
-    def settle(self, chunk: int) -> LaneWork:
-        return self._unsettled.pop(chunk, nothing)
-
-    @property
-    def unsettled(self) -> list[int]:
-        """Chunks of which an update was issued whose second part was not."""
-        return list(self._unsettled)
-
-    @property
-    def saving(self) -> CopyOnUpdate | None:
-        """Values that somebody still reads: who changes them asks here first."""
-        if self._saving is not None and self._saving.is_over:
-            self._saving.close()
-            self._saving = None
-        return self._saving
-
-    @saving.setter
-    def saving(self, saving: CopyOnUpdate) -> None:
-        self._saving = saving
-
-    def _saved_first(self, chunk: int, apply: LaneWork) -> LaneWork:
-        """The update, once the chunk's values before it are read or copied."""
-        saving = self.saving
-        if saving is None:
-            return apply
-        on_gpu = self.chunks.placed[chunk].is_updated_on_gpu
-
-        def work() -> None:
-            if on_gpu:
-                saving.secure(chunk)
-            else:
-                saving.secure(chunk, self.chunks.update_arrays(chunk), self._share)
-            apply()
-
-        return work
-
-
-def nothing() -> None:
-    """An action that the model's path through this pass made unnecessary."""
+        return self.updating.settle(action.chunk)

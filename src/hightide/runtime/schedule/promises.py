@@ -1,4 +1,4 @@
-"""What the user has promised of the loop, which pass of a step follows from it, and what is said where it is broken."""
+"""The user's promises about the loop, which pass of a step follows from them, and what is said where one is broken."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Promises:
 
     def check_update(self, chunk: int, block: int) -> None:
         """Before anything is added to the chunk's gradient."""
-        if self._in_backward and chunk in self._performer.updated:
+        if self._in_backward and chunk in self._performer.updating.updated:
             raise Refused(
                 f"block {self._names[block]!r} ran backward again after its update, but this model was wrapped with "
                 "update='in_backward': the promise of one backward per step. Wrap with update='deferred' (the default)."

@@ -1,4 +1,4 @@
-"""What the runtime asks of an optimizer."""
+"""The interface by which the runtime asks an optimizer for updates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hightide.runtime.chunks.chunks import Chunks
-from hightide.runtime.schedule.disk_performer import LaneWork
+from hightide.runtime.schedule.lane_work import LaneWork
 
 
 class Updates(Protocol):

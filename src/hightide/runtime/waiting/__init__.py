@@ -1,1 +1,1 @@
-"""What waits from forward to backward: inputs of blocks and what they hold, on the GPU, the host or the disk."""
+"""From forward to backward: inputs of blocks and what they hold wait on the GPU, the host or the disk."""

@@ -31,7 +31,7 @@ class _Orphan(NamedTuple):
     on_the_way: list[Ticket]
 
 
-class Entry:
+class StashedTensor:
     """One stashed tensor, shared by all calls that received it; or the bytes of tensors that one call holds. On the GPU
     until let go, and again once it is back."""
 
@@ -94,7 +94,7 @@ class Entry:
 class Stash:
     """What of one call waits for backward on host, or on disk. Belongs to the call's autograd context."""
 
-    def __init__(self, entries: list[Entry], parcel: Parcel | None = None) -> None:
+    def __init__(self, entries: list[StashedTensor], parcel: Parcel | None = None) -> None:
         self.entries = entries
         self.parcel = parcel  # None: it waits on the host
         self.consumed = False
@@ -111,7 +111,7 @@ class Stashes:
         self._by_call: dict[int, Stash] = {}
         # Weak: after the last backward that needs it, the host memory of an entry is free. Not a weak dict: the code
         # that it runs when an entry dies could swallow a Ctrl-C.
-        self._shared: dict[tuple[int, int, torch.Size, int], weakref.ref[Entry]] = {}
+        self._shared: dict[tuple[int, int, torch.Size, int], weakref.ref[StashedTensor]] = {}
         self._orphans: deque[_Orphan] = deque()
 
     def begin_pass(self) -> None:
@@ -139,19 +139,19 @@ class Stashes:
             known = self._shared.get(key)
             entry = None if known is None else known()
             if entry is None or not entry.is_of(tensor):
-                entry = Entry(tensor, self._host, self._orphans)
+                entry = StashedTensor(tensor, self._host, self._orphans)
                 self._shared[key] = weakref.ref(entry)
             entry.num_users += 1
             entries.append(entry)
         stash = self._by_call[call] = Stash(entries)
         return stash
 
-    def _own(self, tensor: Tensor) -> Entry:
-        entry = Entry(tensor, self._host, self._orphans)
+    def _own(self, tensor: Tensor) -> StashedTensor:
+        entry = StashedTensor(tensor, self._host, self._orphans)
         entry.num_users = 1
         return entry
 
-    def _ranges(self, held: Sequence[Held]) -> list[Entry]:
+    def _ranges(self, held: Sequence[Held]) -> list[StashedTensor]:
         """One for each storage, from the first byte that is held to the last. See [Note: what leaves]."""
         by_storage: dict[int | None, list[tuple[int, int, Held, Tensor]]] = defaultdict(list)
         for one in held:
@@ -164,7 +164,7 @@ class Stashes:
             tensor = parts[0][3]
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             flat.set_(tensor.untyped_storage(), first, (last - first,), (1,))
-            entry = Entry(flat, self._host, self._orphans, [one for _, _, one, _ in parts])
+            entry = StashedTensor(flat, self._host, self._orphans, [one for _, _, one, _ in parts])
             entry.num_users = 1
             for begin, _, one, _ in parts:
                 one.leave(entry, begin - first)

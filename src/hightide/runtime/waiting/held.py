@@ -1,4 +1,4 @@
-"""What one call of a block has computed and holds for its backward, tensor by tensor.
+"""Tensors that one call of a block has computed and holds for its backward.
 
 [Note: kept graphs and slots] A graph that is kept saves views of the slot that its weights were in, and the slot holds
 another block's weights by the time backward comes: wrong numbers, with no version error. So a saved tensor that lies
@@ -24,7 +24,7 @@ from hightide.ir.refusal import Refused
 from hightide.runtime.chunks.chunks import Chunks
 
 if TYPE_CHECKING:
-    from hightide.runtime.waiting.activations import Entry
+    from hightide.runtime.waiting.activations import StashedTensor
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a block's input "
@@ -95,9 +95,9 @@ class Held:
         self._version = tensor._version
         self._is_changed = False
         self._aliases: list[tuple[Tensor, int]] = []  # with their versions
-        self._away: tuple[Entry, _Form, int] | None = None  # where it is found, and its place there, in bytes
+        self._away: tuple[StashedTensor, _Form, int] | None = None  # where it is found, and its place there, in bytes
 
-    def leave(self, entry: Entry, offset_bytes: int) -> None:
+    def leave(self, entry: StashedTensor, offset_bytes: int) -> None:
         assert self.tensor is not None
         self._away = entry, _Form.of(self.tensor), offset_bytes
 

@@ -1,5 +1,5 @@
 """Block inputs on their way to the disk and back. Which call's inputs pass through which buffer is in the schedule: see
-[Note: inputs on disk] in planner/inputs_on_disk.py.
+[Note: inputs on disk] in planner/disk_inputs.py.
 
 [Note: whose inputs are where] A buffer, and the place of a call on disk, are for one graph at a time. Where those of an
 older graph are still needed there (a forward after a forward whose backward is to come), the newer ones wait on the
@@ -18,7 +18,7 @@ from torch import Tensor
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import on_disk_bytes
 from hightide.ir.plan import Plan
-from hightide.planner.inputs_on_disk import buffer_bytes, stored_bytes
+from hightide.planner.disk_inputs import buffer_bytes, stored_bytes
 from hightide.runtime.chunks.rings import Ring
 from hightide.stores.array import Array
 from hightide.stores.store import Store

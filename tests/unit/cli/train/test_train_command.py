@@ -338,6 +338,20 @@ def test_however_a_run_ends_every_finished_step_is_in_the_metrics(
     assert run_with(tiny, event) == (ended, steps)
 
 
+def _no_space(*_: Any, **__: Any) -> None:
+    raise Exception("No space left on device (os error 28)")  # as `tokenizers` says it
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_no_half_of_a_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", _no_space)
+    command = ["train", str(tiny), "--out", str(tiny.parent / "runs"), "--steps", "1"]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
+    folder = tiny.parent / "runs" / "tiny-001"
+    assert result.exit_code == 3 and "fault of hightide" not in result.output
+    assert f"the trained model cannot be saved in {folder / 'model'}: No space left on device" in result.output
+    assert (folder / "plan.json").exists() and not (folder / "model").exists()
+
+
 # -- settings that go to wrap ------------------------------------------------------------------------------------------
 
 

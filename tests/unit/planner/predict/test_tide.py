@@ -118,7 +118,7 @@ def test_what_is_swapped_has_a_part_and_bars_of_its_own(activation: Activation) 
 def test_what_is_always_there_is_the_schedules_base() -> None:
     plan = plan_with(PROFILE, states=Tier.HOST, params=Tier.GPU)
     base = lower(PROFILE, plan, Mode.TRAIN).gpu_base_bytes
-    assert sum(base_parts(plan, base).values()) == base
+    assert sum(base_parts(Placement(plan), base).values()) == base
 
 
 def test_bars_say_what_they_waited_for_and_for_how_long() -> None:

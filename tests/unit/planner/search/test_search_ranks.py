@@ -19,7 +19,7 @@ from hightide.planner.placement import Placement
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.floor import floors
 from hightide.planner.problem import Problem, Terms
-from hightide.planner.search.groups import search_groups
+from hightide.planner.search.replicas import search_groups
 from hightide.planner.search.search import search
 from hightide.planner.search.space import Space
 from hightide.planner.search.standing_bytes import Needs, StandingBytes

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
+from hightide.profiler.trial.state import GlobalRandom, ModuleState, contents, same_contents
 
 
 class Slotted:
@@ -63,7 +63,7 @@ CHANGES: dict[str, Callable[[Keeper], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen_and_undone(change: str) -> None:
     keeper = Keeper()
-    before, there = Snapshot(keeper, shared_random=True), contents(keeper)
+    before, there = ModuleState(keeper, shared_random=True), contents(keeper)
     assert before.changes() == [] and same_contents(there, contents(keeper))
     CHANGES[change](keeper)
     assert before.changes() and not same_contents(there, contents(keeper))
@@ -77,7 +77,7 @@ def test_a_change_is_seen_and_undone(change: str) -> None:
 def test_a_buffer_that_is_written_with_what_was_there_is_changed() -> None:
     """Another call may write something else."""
     keeper = Keeper()
-    before = Snapshot(keeper)
+    before = ModuleState(keeper)
     keeper.inner.running_mean.mul_(1.0)
     assert before.changes() == ["inner.running_mean"]
 
@@ -85,7 +85,7 @@ def test_a_buffer_that_is_written_with_what_was_there_is_changed() -> None:
 def test_a_restored_buffer_is_no_new_version() -> None:
     """A graph that has saved it must not be told that it has changed."""
     keeper = Keeper()
-    before = Snapshot(keeper)
+    before = ModuleState(keeper)
     version = keeper.inner.running_mean._version
     before.restore()
     assert keeper.inner.running_mean._version == version
@@ -95,7 +95,7 @@ def test_circles_and_modules_outside_are_no_problem() -> None:
     keeper = Keeper()
     keeper.items.append(keeper.items)
     keeper.table["me"] = keeper
-    before = Snapshot(keeper)
+    before = ModuleState(keeper)
     assert before.changes() == []
     before.restore()
     assert keeper.items[-1] is keeper.items
@@ -110,7 +110,7 @@ def test_closures_of_hooks_come_back() -> None:
 
     keeper = Keeper()
     keeper.inner.register_forward_hook(hook)
-    before = Snapshot(keeper, hooks=True)
+    before = ModuleState(keeper, hooks=True)
     keeper.inner(torch.randn(4, 3))
     assert calls == 1
     before.restore()
@@ -141,4 +141,4 @@ def test_a_thread_may_write_to_what_is_looked_at() -> None:
     entries.update(first=Written(), second=Written())
     module = nn.Module()
     module.entries = entries
-    assert Snapshot(module).changes()
+    assert ModuleState(module).changes()

@@ -139,7 +139,7 @@ def test_values_and_states_move_from_and_to_a_file(subject: Subject, before: Tie
         for state in old.states_of(key):
             state.put(torch.randint(-100, 100, state.shape))
         states[key] = [state.get() for state in old.states_of(key)]
-    carried = StatesOnTheMove(subject.plan, old, gradients)
+    carried = StatesOnTheMove(old, gradients)
     old.binding.let_go()
     new = subject.chunks(after)
     new.load(carried.origins(), begins=False)

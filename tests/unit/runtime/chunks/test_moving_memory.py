@@ -73,7 +73,7 @@ step(model, optimizer, batch)
 if has_gradients:
     model(batch).backward()
 loss = model(batch)  # its graph stays
-waiting = waiting_bytes(run.plan)
+waiting = waiting_bytes(run.chunks.placed)
 return_freed_memory()
 before_bytes = rss_bytes("VmRSS:") - bare_bytes
 with open("/proc/self/clear_refs", "w") as peaks:

@@ -14,7 +14,7 @@ from forked import run_script
 from hightide.optim import build
 from hightide.optim.c_kernel import numbers_type
 from hightide.runtime.lanes.kernel_threads import WorkInC
-from hightide.runtime.lanes.lanes import SHARER, Lanes
+from hightide.runtime.lanes.lanes import UPDATER, Lanes
 from waiting import OwnThreads
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -26,11 +26,11 @@ from hightide.optim.host_update import HostUpdate
 from hightide.optim.operands import Operands
 from hightide.runtime.lanes.lanes import Lanes
 
-lanes = Lanes(update_threads=4)
+lanes = Lanes(num_update_threads=4)
 rule = AdamWRule()
 hyper = rule.read(dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, maximize=False))
 ops = Operands(torch.ones(4096), torch.ones(4096), (torch.zeros(4096), torch.zeros(4096)))
-update = HostUpdate(rule, lanes.sharers, "c", 128)
+update = HostUpdate(rule, lanes.update_threads, "c", 128)
 for _ in range(200):
     update.update(ops, 1, hyper)
 """
@@ -38,7 +38,7 @@ for _ in range(200):
 
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
-    lanes = Lanes(timeout_s=LONG_S, update_threads=4)
+    lanes = Lanes(timeout_s=LONG_S, num_update_threads=4)
     yield lanes
     lanes.close()
 
@@ -66,7 +66,7 @@ def meet(lanes: Lanes, num_threads: int, in_c: bool) -> set[str]:
             while inside[0] < num_threads and time.monotonic() < deadline_s:
                 time.sleep(0.001)
 
-        lanes.sharers.run(work_in_c(call) if in_c else lambda _, call=call: call(), num_threads)  # type: ignore[misc]
+        lanes.update_threads.run(work_in_c(call) if in_c else lambda _, call=call: call(), num_threads)  # type: ignore[misc]
         assert len(names) <= num_threads
         if len(names) == num_threads:
             return names
@@ -94,12 +94,12 @@ def test_a_run_ends_when_all_who_joined_have_returned(lanes: Lanes) -> None:
             time.sleep(0.002 * len(begun))
             ended.append(1)
 
-        lanes.sharers.run(work_in_c(call), 4)
+        lanes.update_threads.run(work_in_c(call), 4)
         assert len(begun) == len(ended) >= 1
 
 
 def test_a_thread_that_does_not_come_back_is_a_timeout() -> None:
-    lanes = Lanes(timeout_s=0.3, update_threads=2)
+    lanes = Lanes(timeout_s=0.3, num_update_threads=2)
     meet(lanes, 2, in_c=True)
     release, main, seen = threading.Event(), threading.current_thread(), []
 
@@ -113,7 +113,7 @@ def test_a_thread_that_does_not_come_back_is_a_timeout() -> None:
 
     started_s = time.monotonic()
     with pytest.raises(TimeoutError, match=r"still busy after 0.3 s"):
-        lanes.sharers.run(work_in_c(call), 2)
+        lanes.update_threads.run(work_in_c(call), 2)
     assert 0.3 <= time.monotonic() - started_s < LONG_S
     release.set()
     lanes.close()
@@ -121,9 +121,9 @@ def test_a_thread_that_does_not_come_back_is_a_timeout() -> None:
 
 
 def test_they_end_with_the_lanes_and_with_forgotten_lanes() -> None:
-    threads = OwnThreads(SHARER)
+    threads = OwnThreads(UPDATER)
     for close in (True, False):
-        lanes = Lanes(update_threads=3)
+        lanes = Lanes(num_update_threads=3)
         meet(lanes, 3, in_c=True)
         if close:
             lanes.close()
@@ -134,12 +134,12 @@ def test_they_end_with_the_lanes_and_with_forgotten_lanes() -> None:
 
 def test_work_that_comes_after_the_end_is_done_by_who_brings_it() -> None:
     for first_in_c in (True, False):
-        lanes = Lanes(update_threads=3)
+        lanes = Lanes(num_update_threads=3)
         meet(lanes, 3, in_c=first_in_c)
         lanes.close()
         names: set[str] = set()
         for _ in range(3):
-            lanes.sharers.run(work_in_c(lambda names=names: names.add(threading.current_thread().name)), 3)
+            lanes.update_threads.run(work_in_c(lambda names=names: names.add(threading.current_thread().name)), 3)
         assert names == {threading.current_thread().name}
 
 

@@ -106,7 +106,7 @@ def test_a_save_that_nobody_has_prepared_waits_for_it(cuda: Registration) -> Non
     assert soon(lambda: cuda.num_waiting == 1)
     step = threading.Thread(target=training.steps, args=(1,))
     step.start()
-    kept = training.run.performer.saving
+    kept = training.run.performer.updating.saving
     assert kept is not None and soon(lambda: kept._num_waiting > 0)
     step.join(0.1)
     assert step.is_alive(), "its updates are on the GPU, and their values cannot leave yet"

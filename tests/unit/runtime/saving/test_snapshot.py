@@ -21,7 +21,7 @@ import models
 from each_value import each_value
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime import run_values as run_module
-from hightide.runtime.lanes import lanes
+from hightide.runtime.lanes import thread_lives
 from hightide.runtime.saving.saved_tensor import PARAM
 
 STEPS_BEFORE, STEPS_BESIDE = 2, 3
@@ -80,7 +80,7 @@ def test_training_goes_on_while_it_is_read(homes: str, update: str, spare: int) 
     assert_same_bits(final, end)
     host = training.run.host
     assert host.peak_bytes <= host.capacity_bytes and "copies for a checkpoint" not in host.breakdown()
-    assert training.run.performer.saving is None
+    assert training.run.performer.updating.saving is None
     assert cost.copied_bytes > 0 or (homes == "host" and spare == NONE)
     assert cost.waited_s > 0 or spare == PLENTY
     assert cost.waited_s == 0 or not stands_still
@@ -173,7 +173,7 @@ def test_several_passes_before_a_step(homes: str, spare: int) -> None:
 @pytest.mark.parametrize(("homes", "update"), [("host", "deferred"), ("all on disk", "in_backward")])
 def test_updates_that_are_under_way_belong_to_it(homes: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes that change values at home are late when the reader is there already."""
-    run, late = lanes._run, []
+    run, late = thread_lives._run, []
 
     def slowly(task: Any, *rest: Any) -> None:
         if task.lane in (Lane.CPU, Lane.DISK_WRITE):
@@ -184,7 +184,7 @@ def test_updates_that_are_under_way_belong_to_it(homes: str, update: str, monkey
     training = case(homes, update, PLENTY).begin()
     training.steps(STEPS_BEFORE - 1)
     training.run.executor.wait_for_updates()
-    monkeypatch.setattr(lanes, "_run", slowly)
+    monkeypatch.setattr(thread_lives, "_run", slowly)
     training.steps(1)
     num_late = len(late)
     reader = Reader(training.run.snapshot())

@@ -76,7 +76,10 @@ def test_one_that_is_closed_half_way_lets_training_go_on(spare: int) -> None:
         next(values)
     twin.steps(2)
     assert_same_bits(training.at_rest(), twin.at_rest())
-    assert training.run.performer.saving is None and "copies for a checkpoint" not in training.run.host.breakdown()
+    assert (
+        training.run.performer.updating.saving is None
+        and "copies for a checkpoint" not in training.run.host.breakdown()
+    )
     assert_same_bits(Reader(training.run.snapshot()).values(), twin.at_rest())
     training.close()
     twin.close()
@@ -101,7 +104,7 @@ def test_a_reader_that_fails_lets_training_go_on() -> None:
     writer = in_thread(writes)
     training.steps(2)
     writer.join(10)
-    assert failures == [OSError] and training.run.performer.saving is None
+    assert failures == [OSError] and training.run.performer.updating.saving is None
     training.close()
 
 
@@ -111,7 +114,7 @@ def test_one_that_nobody_has_any_more_is_closed() -> None:
     next(snapshot.values())
     del snapshot
     training.steps(1)
-    assert training.run.performer.saving is None
+    assert training.run.performer.updating.saving is None
     training.close()
 
 
@@ -168,7 +171,7 @@ def test_an_update_stands_behind_those_that_the_reader_may_wait_for(monkeypatch:
     training = begun(homes="host")
     snapshot = training.run.snapshot()
     late = Ticket("an update of the saved step")
-    saving = training.run.performer.saving
+    saving = training.run.performer.updating.saving
     assert saving is not None
     saving._owed[0].append(late)
     training.steps(1)
@@ -213,7 +216,7 @@ def test_a_write_in_place_that_nothing_orders_is_told() -> None:
     training = begun(homes="gpu")
     expected = training.at_rest()
     reader = Reader(training.run.snapshot(), num_parts=0)  # with memory for all: it has left when the write comes
-    while any(not one.is_through for one in training.run.performer._saving._kept):
+    while any(not one.is_through for one in training.run.performer.updating._saving._kept):
         time.sleep(0.001)
     with torch.no_grad():
         for param in training.model.parameters():
@@ -284,7 +287,7 @@ def test_a_move_to_another_plan_waits_for_the_reader(spare: int) -> None:
     run = training.run
     other = disk_plans.placed(replace(run.plan, profile=run.profile), "host")
     run.move_to(Solution.of(run.profile, other))
-    assert run.performer.saving is None
+    assert run.performer.updating.saving is None
     training.steps(1)
     assert_same_bits(reader.values(), expected)
     assert_same_bits(Reader(run.snapshot()).values(), training.at_rest())
@@ -341,7 +344,7 @@ def test_a_lane_that_fails_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
         training.steps(2)
     with pytest.raises(OSError, match="no such luck"):  # what lies on the GPU cannot leave any more
         reader.values()
-    assert training.run.performer.saving is None
+    assert training.run.performer.updating.saving is None
     training.run.discard()
 
 

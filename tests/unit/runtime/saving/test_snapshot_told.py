@@ -15,9 +15,9 @@ import models
 from hightide.ir.action import ActionKey, Op
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
-from hightide.planner.predict.saving import SavedChunk, held_up, saved_bytes
+from hightide.planner.predict.save_forecast import SavedChunk, held_up, saved_bytes
 from hightide.runtime import run_values as run_module
-from hightide.runtime.lanes import lanes
+from hightide.runtime.lanes import thread_lives
 from hightide.runtime.saving.snapshot import Snapshot
 
 TILE_BYTES = 1024
@@ -44,14 +44,14 @@ class Throttled(Reader):
 
 @pytest.fixture
 def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = lanes._run
+    run = thread_lives._run
 
     def slowly(task: Any, *rest: Any) -> None:
         if task.lane is Lane.CPU:
             time.sleep(UPDATE_S)
         run(task, *rest)
 
-    monkeypatch.setattr(lanes, "_run", slowly)
+    monkeypatch.setattr(thread_lives, "_run", slowly)
     monkeypatch.setattr(run_module, "TILE_BYTES", TILE_BYTES)
     monkeypatch.setattr(run_module, "SMALL_TILE_BYTES", TILE_BYTES)
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import hightide
 from hightide.cli.main import app
-from hightide.integrations.folder import INDEX, SINGLE
+from hightide.integrations.foreign_folder import INDEX, SINGLE
 from hightide.loading.unloaded import origins_in
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from hightide.ir.tier import Lane
-from hightide.runtime.lanes.lanes import SHARER, Lanes, default_update_threads
+from hightide.runtime.lanes.lanes import UPDATER, Lanes, default_update_threads
 from waiting import OwnThreads
 
 
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
-    lanes = Lanes(timeout_s=10.0, update_threads=4)
+    lanes = Lanes(timeout_s=10.0, num_update_threads=4)
     yield lanes
     lanes.close()
 
@@ -32,7 +32,7 @@ def test_every_thread_takes_part(lanes: Lanes) -> None:
         together.wait(10)
         seen.append((number, threading.current_thread().name, torch.get_num_threads()))
 
-    lanes.wait(lanes.submit("update", Lane.CPU, 0, [], lambda: lanes.sharers.run(work, 99)), Lane.CPU)
+    lanes.wait(lanes.submit("update", Lane.CPU, 0, [], lambda: lanes.update_threads.run(work, 99)), Lane.CPU)
     assert sorted(number for number, _, _ in seen) == [0, 1, 2, 3]
     assert {name for number, name, _ in seen if number == 0} == {"hightide-cpu"}
     assert {threads for _, _, threads in seen} == {1}
@@ -41,7 +41,7 @@ def test_every_thread_takes_part(lanes: Lanes) -> None:
 def test_no_more_threads_than_asked_for(lanes: Lanes) -> None:
     for wanted in (1, 2, 3):
         seen: list[int] = []
-        lanes.sharers.run(lambda number, seen=seen: (seen.append(number), time.sleep(0.02)), wanted)  # type: ignore[misc]
+        lanes.update_threads.run(lambda number, seen=seen: (seen.append(number), time.sleep(0.02)), wanted)  # type: ignore[misc]
         assert 1 <= len(seen) <= wanted and 0 in seen and len(set(seen)) == len(seen)
 
 
@@ -55,7 +55,7 @@ def test_many_short_jobs_lose_nothing(lanes: Lanes) -> None:
                     counted[0] += 1
 
         before = counted[0]
-        lanes.sharers.run(work, 4)
+        lanes.update_threads.run(work, 4)
         after = counted[0]
         assert after % 5 == 0 and 5 <= after - before <= 20  # who came, came to an end
 
@@ -71,7 +71,7 @@ def test_the_failure_of_any_thread_is_the_failure_of_the_update(lanes: Lanes, fa
         time.sleep(0.05)
         ended.append(number)
 
-    ticket = lanes.submit("update", Lane.CPU, 0, [], lambda: lanes.sharers.run(work, 4))
+    ticket = lanes.submit("update", Lane.CPU, 0, [], lambda: lanes.update_threads.run(work, 4))
     with pytest.raises(MemoryError) as caught:
         lanes.wait(ticket, Lane.CPU)
     assert caught.value is error and lanes.failure is error
@@ -79,7 +79,7 @@ def test_the_failure_of_any_thread_is_the_failure_of_the_update(lanes: Lanes, fa
 
 
 def test_a_thread_that_does_not_come_back_is_a_timeout() -> None:
-    lanes = Lanes(timeout_s=0.2, update_threads=2)
+    lanes = Lanes(timeout_s=0.2, num_update_threads=2)
     release, both = threading.Event(), threading.Barrier(2)
 
     def work(number: int) -> None:
@@ -88,18 +88,18 @@ def test_a_thread_that_does_not_come_back_is_a_timeout() -> None:
             release.wait(10)
 
     with pytest.raises(TimeoutError, match=r"still busy after 0.2 s"):
-        lanes.sharers.run(work, 2)
+        lanes.update_threads.run(work, 2)
     release.set()
     lanes.close()
 
 
 def test_they_end_with_the_lanes_and_with_forgotten_lanes() -> None:
-    threads = OwnThreads(SHARER)
-    lanes = Lanes(update_threads=3)
+    threads = OwnThreads(UPDATER)
+    lanes = Lanes(num_update_threads=3)
     assert len(threads.alive()) == 2
     lanes.close()
     assert not threads.alive()
-    lanes = Lanes(update_threads=3)
+    lanes = Lanes(num_update_threads=3)
     del lanes
     assert threads.end()
 
@@ -109,7 +109,7 @@ def test_other_threads_keep_their_number_of_torch_threads() -> None:
     own, seen = torch.get_num_threads(), []
     try:
         torch.set_num_threads(3)
-        lanes = Lanes(update_threads=3)
+        lanes = Lanes(num_update_threads=3)
         thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         thread.start()
         thread.join()
@@ -125,9 +125,9 @@ def test_other_threads_keep_their_number_of_torch_threads() -> None:
 def test_the_number_comes_from_the_cores_and_not_from_the_environment() -> None:
     num_cores = len(os.sched_getaffinity(0))
     assert default_update_threads() == max(1, num_cores - 2)
-    code = "from hightide.runtime.lanes.lanes import Lanes; print(Lanes().sharers.num_threads)"
+    code = "from hightide.runtime.lanes.lanes import Lanes; print(Lanes().update_threads.num_threads)"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
     assert int(printed.stdout) == max(1, num_cores - 2), printed.stderr
     with pytest.raises(ValueError, match="0 threads"):
-        Lanes(update_threads=0)
+        Lanes(num_update_threads=0)

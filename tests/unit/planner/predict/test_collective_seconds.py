@@ -16,8 +16,8 @@ from hightide.ir.tier import COLLECTIVES, Lane, Tier
 from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.lower import lower_step
 from hightide.planner.placement import Placement
-from hightide.planner.predict.between_ranks import collective_s, links_of
 from hightide.planner.predict.bounds import least_step_s
+from hightide.planner.predict.collective_seconds import collective_s, links_of
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.problem import Problem, Terms

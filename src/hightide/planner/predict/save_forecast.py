@@ -1,4 +1,4 @@
-"""What a checkpoint costs a run, told beforehand.
+"""The cost of a checkpoint to a run, told beforehand.
 
 [Note: a save beside training] As in runtime/saving/copy_on_update.py: a reader takes chunk after chunk, in the order in
 which updates will come, as fast as the disk writes. It never waits for training, but for updates of the saved step, so
@@ -48,7 +48,7 @@ class SavedChunk:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldUp:
     """Training by a save, during the step that follows it."""
 
     written_s: float  # when the reader is through
@@ -127,7 +127,7 @@ def saved_bytes(chunk: ChunkSpec) -> int:
 
 def held_up(
     chunks: Sequence[SavedChunk], write_bytes_per_s: float, spare_bytes: int, d2h_bytes_per_s: float = math.inf
-) -> Held:
+) -> HeldUp:
     """See [Note: a save beside training]. Time begins with the save."""
     reader = _Reader(chunks, write_bytes_per_s)
     aside = [0] * len(chunks)  # the last bytes of each, that lie in buffers
@@ -152,7 +152,7 @@ def held_up(
             at_s = max(at_s, left_bytes / d2h_bytes_per_s)
         late_s = at_s - planned_s
     copied = tuple(0 if chunk.on_gpu else num_bytes for chunk, num_bytes in zip(chunks, aside, strict=True))
-    return Held(reader.reaches_s(reader.num_bytes), late_s, copied, min(spare_bytes, gpu_bytes + most_bytes))
+    return HeldUp(reader.reaches_s(reader.num_bytes), late_s, copied, min(spare_bytes, gpu_bytes + most_bytes))
 
 
 def _makes_room(reader: _Reader, aside: Sequence[int], number: int, position: int, spare_bytes: int) -> int:

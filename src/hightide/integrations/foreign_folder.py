@@ -24,6 +24,7 @@ from hightide.loading.tensor_file import StoredTensor, read_header
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
+OTHER_WEIGHTS = (".bin", ".pt", ".pth")
 INDEX = "model.safetensors.index.json"
 NAMED = 5  # as many tensors are named in a message
 
@@ -224,10 +225,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
     if not (folder / INDEX).exists():
-        raise ValueError(
-            f"{shown(folder)} has neither {SINGLE} nor {INDEX}; convert it once: "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
+        remedy = "it was not downloaded as a whole; get it again"
+        if any(one.suffix in OTHER_WEIGHTS for one in folder.iterdir()):
+            remedy = "convert it once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        raise ValueError(f"{shown(folder)} has neither {SINGLE} nor {INDEX}; {remedy}")
     return _of_index(folder)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hightide.ir.plan import Update
 from hightide.ir.state_spec import ADAM_STATES, with_master
-from hightide.planner.predict.saving import SavedChunk, SaveForecast, held_up, saved_bytes, update_order
+from hightide.planner.predict.save_forecast import SavedChunk, SaveForecast, held_up, saved_bytes, update_order
 from hightide.planner.solution import Solution
 from unit.planner.profiles import plan_with, stack
 
