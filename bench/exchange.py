@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from hightide.runtime.model_passes import FORWARD_BEGINS
+from hightide.runtime.run import FORWARD_BEGINS
 from hightide.shard.collectives import Collectives
 from hightide.shard.meeting import find_ranks
 

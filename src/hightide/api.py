@@ -129,7 +129,10 @@ def _among_ranks(
     is_any = device is None or torch.device(device) == torch.device("cuda")  # on several ranks a GPU for each
     ranks = find_ranks(group, place.type if is_any else place, Patience(timeout_s=timeout_s), talks_even_alone())
     try:
-        yield (place, None) if ranks.is_alone else (ranks.device, Collectives(ranks))
+        collectives = None if ranks.is_alone else Collectives(ranks)
+        if collectives is not None:
+            collectives.open()
+        yield (place, None) if collectives is None else (ranks.device, collectives)
     except BaseException as error:
         if ranks.watchman is not None:
             ranks.watchman.fail(error)

@@ -27,6 +27,7 @@ from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_cal
 from hightide.profiler.model.samples import refuse_nested
 from hightide.runtime.surgery import run_of
 
+PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 Calls = int | Literal["auto"]  # of a step
 
 
@@ -139,6 +140,12 @@ class Asked:
 def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {kind_of(model)}; pass a torch.nn.Module")
+    parallel = next((module for module in model.modules() if isinstance(module, PARALLEL)), None)
+    if parallel is not None:
+        raise ValueError(
+            f"the model is, or has in it, a {type(parallel).__name__}, which averages gradients itself; pass what is "
+            "in it (model.module): under torchrun hightide does what it does, and shards the model too"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer is {kind_of(optimizer)}; pass a torch.optim.Optimizer")
     if run_of(model) is not None or any(run_of(module) is not None for module in model.modules()):

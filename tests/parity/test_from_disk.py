@@ -41,6 +41,7 @@ from hightide.planner.verify.compare_records import compare
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.stores import disk_file
+from hightide.stores.disk_requests import ChangedBytes
 from waiting import OwnThreads, soon
 
 ROOMY = hightide.Limits(gpu="16MiB", host="64MiB")
@@ -442,6 +443,22 @@ def test_what_the_plan_sets_aside_is_what_is_taken(update: str, num_buffers: int
         rings = sum(placement.buffer_bytes[ring] * count for ring, count in placement.num_buffers.items())
         assert run.host.breakdown()["buffers of the disk"] == rings > 0
         hightide.unwrap(model)
+
+
+def test_what_was_changed_behind_our_back_is_told_by_its_block(tmp_path: Path) -> None:
+    model, optimizer, run = wrapped(Words(), "all on disk", tmp_path)
+    train(model, optimizer, 1)
+    run.executor.wait_for_updates()
+    assert run.disk is not None
+    chunk = next(place.chunk for place in run.chunks.placed if run.plan.blocks[place.chunk.block].name == "layers.1")
+    region = run.chunks.home(chunk.index).region
+    descriptor = os.open(f"/proc/self/fd/{run.disk._disks[0].file._descriptor}", os.O_WRONLY)
+    os.pwrite(descriptor, b"changed", region.offset + 9)
+    os.close(descriptor)
+    words = rf"'parameters of layers\.1 \(chunk {chunk.index}\)': the 4096 bytes at {region.offset} of .* {tmp_path} "
+    with pytest.raises(ChangedBytes, match=words):
+        train(model, optimizer, 1)
+    run.discard()
 
 
 @pytest.mark.filterwarnings("ignore:block .* was called in an order")

@@ -203,6 +203,7 @@ def nccl_lanes_over_gloo(rank: int, world: int) -> dict:
     """The same calls of torch, which gloo knows too: names, places, and that each is followed to its end."""
     ranks = find_ranks(patience=SOON)
     gather, reduce, step = (NcclLane(ranks, lane) for lane in (GATHER, REDUCE, STEP))
+    reduce.open(ranks.device)
     whole = torch.full((world * 10,), -1, dtype=torch.int16)
     whole.view(world, -1)[rank] = rank
     gather.gather("a chunk", whole)

@@ -4,9 +4,12 @@ PyTorch."""
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import random
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -36,10 +39,12 @@ from hightide.planner.solution import Solution
 from hightide.process.system import resident_bytes
 from hightide.runtime import alike
 from hightide.runtime.chunks import moving
-from hightide.runtime.lanes.lanes import UPDATER
+from hightide.runtime.lanes import lanes as lanes_module
+from hightide.runtime.lanes.lanes import BETWEEN_RANKS, UPDATER, Lanes
 from hightide.runtime.schedule.lane_work import nothing
 from hightide.runtime.surgery import run_of
 from hightide.shard import meeting
+from hightide.shard.watchman import Watchman
 from known_profiles import KnownProfiles
 
 NUM_STEPS = 5
@@ -322,6 +327,114 @@ def skip(
     difference = max((float((weights[name] - known[name]).abs().max()) for name in weights), default=0.0)
     dist.destroy_process_group()
     return {"losses": losses, "plain": plain_losses, "difference": difference}
+
+
+class Wandering(nn.Module):
+    """Layers in whatever order, as often as one likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5))
+        self.order = list(range(5))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for index in self.order:
+            x = x + self.layers[index](x)
+        return {"loss": ((x - labels) ** 2).mean()}
+
+
+def off_the_plan(rank: int, world: int, where: str) -> dict[str, Any]:
+    """All ranks call layers as no plan foresees, and the lanes of each are slow at other moments. What lanes issue is
+    told in its order, whichever lane it is."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    drawn = random.Random(5)
+    orders = [[drawn.randrange(5) for _ in range(drawn.randint(2, 8))] for _ in range(10)]
+    delays, issued, submit = random.Random(rank), [], Lanes.submit
+
+    def slowly(lanes: Lanes, id: str, lane: Lane, due: int, after: Sequence[Any], run: Callable[[], Any]) -> Any:
+        if lane in BETWEEN_RANKS and run is not nothing:
+            issued.append(str(id))
+        delay_s = delays.choice((0.0, 0.0, 0.02))
+
+        def late() -> Any:
+            time.sleep(delay_s)
+            return run()
+
+        return submit(lanes, id, lane, due, after, late)
+
+    def run(model: Any, inner: Wandering, optimizer: Any) -> list[float]:
+        losses = []
+        for step, order in enumerate(orders):
+            inner.order = order
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x, labels = (torch.randn(4, 16, generator=generator) for _ in range(2))
+            loss = model(x=x, labels=labels)["loss"]
+            loss.backward()
+            if step % 3 != 1:
+                torch.nn.utils.clip_grad_norm_(list(model.parameters()), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    example = {"x": torch.zeros(4, 16), "labels": torch.zeros(4, 16)}
+    model = Wandering()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=EPS)
+    plan = Plans(model, optimizer, example, num_micro_batches=1, blocks=["layers.*"]).of(world, where)
+    Lanes.submit = slowly  # type: ignore[method-assign]
+    wrapped, stepping = hightide.wrap(model, optimizer, example, plan=plan, blocks=["layers.*"])
+    losses = run(wrapped, model, stepping)
+    plain = Wandering()
+    ddp = DistributedDataParallel(plain, find_unused_parameters=True)
+    found = run(ddp, plain, torch.optim.AdamW(plain.parameters(), lr=3e-3, eps=EPS))
+    del ddp  # as above
+    hightide.unwrap(wrapped)
+    dist.destroy_process_group()
+    return {"losses": losses, "plain": found, "issued": issued}
+
+
+def other_options(rank: int, world: int) -> str:
+    """A scheduler that follows each rank's own loss."""
+    torch.set_num_threads(1)
+    model, example = built("hand_written")
+    optimizer = optimizer_of(model)
+    wrapped, stepping = hightide.wrap(
+        model, optimizer, example, plan=Plans(model, optimizer, example).of(world, "streamed")
+    )
+    batches = batches_of("hand_written", rank, 2, False)
+    steps(wrapped, stepping, batches[:1], None, 1)
+    stepping.param_groups[1]["lr"] *= 1.0 - 0.5 * rank
+    try:
+        steps(wrapped, stepping, batches[1:], None, 1)
+    except hightide.Refused as error:
+        return str(error)
+    return ""
+
+
+def ends(rank: int, world: int) -> str:
+    """Trains, and leaves all to the end of the program; what comes after what then, a line each."""
+    torch.set_num_threads(1)
+    end_lanes, end_watchman, destroy = lanes_module._end, Watchman.end, dist.destroy_process_group
+
+    def telling(what: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **named: object) -> object:
+            print(json.dumps(what), flush=True)
+            return function(*args, **named)
+
+        return call
+
+    lanes_module._end = telling("lanes", end_lanes)  # type: ignore[assignment]
+    Watchman.end = telling("watchman", end_watchman)  # type: ignore[method-assign, assignment]
+    dist.destroy_process_group = telling("communicators", destroy)
+    model, example = built("hand_written")
+    optimizer = optimizer_of(model)
+    plan = Plans(model, optimizer, example).of(world, "states on the host")
+    global kept  # until the end
+    kept = hightide.wrap(model, optimizer, example, plan=plan)
+    steps(*kept, batches_of("hand_written", rank, 1, False), None, 1)
+    return "trained"
 
 
 def fetches_twice(rank: int, world: int) -> list[bool]:

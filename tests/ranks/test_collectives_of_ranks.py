@@ -47,7 +47,7 @@ def test_the_calls_that_nccl_gets(started: StartedRanks) -> None:
         assert found["whole"] == [[0] * 10, [1] * 10]
         assert found["part"] == [3.0 * (10 * rank + element) for element in range(10)]
         assert found["total"] == [1.0, 2.0]
-        assert (found["numbers"], found["under way"]) == ([1, 1, 1], [False, False])
+        assert (found["numbers"], found["under way"]) == ([1, 3, 1], [False, False])
         assert "rank 1 raised KeyError: 'a bad batch'" in found["message"]
 
 

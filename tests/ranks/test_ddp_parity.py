@@ -173,6 +173,17 @@ def test_what_is_on_its_way_is_gathered_once(training: StartedRanks) -> None:
     assert [rank.result for rank in training.run("fetches_twice", 2, within_s=WITHIN_S)] == [[True, False]] * 2
 
 
+@pytest.mark.parametrize("where", ["streamed", "mixed"])
+def test_what_ranks_exchange_off_the_plan_does_not_depend_on_how_far_their_lanes_are(
+    training: StartedRanks, where: str
+) -> None:
+    """Else one of them gathers or averages what another does not. And whatever the lane, all issue it in one order."""
+    first, second = (rank.result for rank in training.run("off_the_plan", 2, within_s=WITHIN_S, where=where))
+    assert first["issued"] == second["issued"]
+    for found in (first, second):
+        assert found["losses"] == pytest.approx(found["plain"], rel=1e-5)
+
+
 def test_layers_that_ranks_run_more_or_less_often(training: StartedRanks) -> None:
     """A gradient that is averaged twice in a backward has what another rank alone had added when it was first."""
     check_skips(training, where="streamed", update="deferred", rounds=2)

@@ -57,6 +57,21 @@ def test_a_rank_that_raises_between_steps_ends_the_others(training: StartedRanks
     assert "RankFailure: rank 0" in first.error and "it has ended with ValueError: enough" in first.error
 
 
+def test_ranks_that_would_update_with_other_options_are_told(training: StartedRanks) -> None:
+    """Each updates its shards: with another learning rate on each, the model would be nobody's."""
+    for rank in training.run("other_options", 2, within_s=WITHIN_S):
+        assert "ranks differ in group 1 of the optimizer" in rank.result and "lr=0.0015" in rank.result
+        assert "needs its mean over ranks" in rank.result
+
+
+def test_at_the_end_of_a_program_lanes_issue_what_others_wait_for(training: StartedRanks) -> None:
+    """While there are communicators, and a watchman to tell who does not come."""
+    for rank in training.run("ends", 2, within_s=WITHIN_S, quick_end=False):
+        assert rank.status == 0
+        order = list(dict.fromkeys(rank.stdout.splitlines()[1:]))
+        assert order == ['"lanes"', '"watchman"', '"communicators"']
+
+
 ROUTE = [("mixed", 1, 1), ("streamed", 3, 1), ("sharded on the gpu", 2, 1), ("replicated", 1, 1), ("mixed", 3, 1)]
 
 

@@ -174,6 +174,13 @@ def test_a_model_that_is_wrapped_already(refused: Any) -> None:
     hightide.unwrap(model)
 
 
+def test_a_model_that_averages_its_own_gradients(refused: Any) -> None:
+    model, batch = small()
+    parallel = nn.DataParallel(model)
+    with refused("a DataParallel", "model.module", "torchrun"):
+        hightide.wrap(parallel, adamw(parallel), batch, limits=LIMITS)
+
+
 def test_a_model_without_parameters(refused: Any) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     with refused("0 parameters", "nothing to train"):

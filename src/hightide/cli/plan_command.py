@@ -49,7 +49,7 @@ from hightide.planner.predict.peaks import is_real
 from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.predict.wear import parse_rating
 from hightide.planner.problem import Problem, Terms
-from hightide.planner.search.calls import in_calls, search_calls
+from hightide.planner.search.calls import in_calls, leanest_cuts, search_calls
 from hightide.planner.search.replicas import search_groups
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
@@ -148,7 +148,9 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
             may_go_on = _clock(ANSWER_S - HELP_S, max(HELP_S, options.look), 0)
             is_one = problem.terms.ranks == 1
             step = in_calls(problem, refused.num_calls)
-            fits = fitting(step, refused, _circumstances(options, workload, step), may_go_on) if is_one else ()
+            cuts = leanest_cuts(problem) if _cuts_calls(options, workload) else ()
+            circumstances = _circumstances(options, workload, step)
+            fits = fitting(step, refused, circumstances, may_go_on, cuts) if is_one else ()
             report = PlanReport(subject(workload.name, problem), False, None, refusal(refused, problem), would_fit=fits)
         else:
             status.update("searching what would help")
@@ -198,7 +200,11 @@ def _searched_calls(options: PlanOptions, workload: Workload, problem: Problem) 
     """In as many calls as asked for, else in as many as are fastest. A batch of the model's own is one call."""
     if options.calls is not None:
         return search(in_calls(problem, options.calls))
-    return search(problem) if workload.has_own_batch else search_calls(problem)
+    return search_calls(problem) if _cuts_calls(options, workload) else search(problem)
+
+
+def _cuts_calls(options: PlanOptions, workload: Workload) -> bool:
+    return options.calls is None and not workload.has_own_batch
 
 
 def _check(options: PlanOptions) -> None:

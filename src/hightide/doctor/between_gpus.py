@@ -86,7 +86,7 @@ class _Measured:
         self._numel = max(unit, effort.chunk_bytes // 4 // unit * unit)
         self._wholes = [torch.zeros(self._numel, device=ranks.device) for _ in range(2)]
         gpu = ranks.device if ranks.device.type == "cuda" else None
-        self._lanes: Lanes = lanes_of(ranks, gpu)
+        self._lanes: Lanes = lanes_of(ranks, gpu, in_turn=False)  # measured one beside the other
         copied_bytes = effort.chunk_bytes // ALIGN_BYTES * ALIGN_BYTES
         host_bytes, gpu_bytes = NUM_BUFFERS * copied_bytes + 8 * ALIGN_BYTES, copied_bytes + ALIGN_BYTES
         self._host, self._gpu = stores_of(ranks.device, host_bytes, gpu_bytes)

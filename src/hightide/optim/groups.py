@@ -29,6 +29,11 @@ class Groups:
     def hyper(self, group: int) -> Any:
         return self._rule.read(self._original.param_groups[group])
 
+    def options(self) -> dict[str, str]:
+        """What updates follow, of each group."""
+        groups = range(len(self._original.param_groups))
+        return {f"group {group} of the optimizer": repr(self.hyper(group)) for group in groups}
+
     def now(self) -> dict[str, int]:
         """The group of each parameter that is in one. What updates could not honour is refused."""
         for index, group in enumerate(self._original.param_groups):

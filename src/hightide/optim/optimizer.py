@@ -305,6 +305,7 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> WrappedOptimize
     )
     wrapped._states = States(run, rule, wrapped._updates, GroupedParams(original))
     run.performer.updating.updates = wrapped._updates
+    run.options = wrapped._groups.options
     wrapped._former = FormerStates(original, run.keys, tuple(state.name for state in rule.states))
     try:
         wrapped._states.check(wrapped._former.here)

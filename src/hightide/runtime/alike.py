@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hightide.process.system import usable_cores
 from hightide.runtime.lanes.lanes import CORES_FOR_OTHERS, Lanes
 from hightide.shard.collectives import Collectives
-from hightide.shard.communicators import AT_LAST_S
+from hightide.shard.communicators import AT_LAST_S, NCCL
 from hightide.shard.ranks import Ranks
 
 TILE_BYTES = 2**20  # that travel at once
@@ -84,9 +84,16 @@ def drawing_alike(collectives: Collectives) -> Iterator[None]:
             torch.set_rng_state(own)
 
 
-def lanes_of(ranks: Ranks, gpu: torch.device | None) -> Lanes:
-    """A rank may wait as long for the others as the watchman lets it, and has its share of the node's cores."""
+def lanes_of(ranks: Ranks, gpu: torch.device | None, in_turn: bool = True) -> Lanes:
+    """A rank may wait as long for the others as the watchman lets it, and has its share of the node's cores.
+    `in_turn`: over NCCL, see [Note: collectives in one order] in lanes/queues.py."""
     assert ranks.watchman is not None
-    threads = max(1, usable_cores() // len(ranks.ranks_of_node) - CORES_FOR_OTHERS)
-    timeout_s = ranks.watchman.patience.timeout_s + AT_LAST_S
-    return Lanes(timeout_s=timeout_s, device=gpu, num_update_threads=threads, several_ranks=True)
+    lanes = Lanes(
+        timeout_s=ranks.watchman.patience.timeout_s + AT_LAST_S,
+        device=gpu,
+        num_update_threads=max(1, ranks.share_of_cores(usable_cores()) - CORES_FOR_OTHERS),
+        several_ranks=True,
+        in_turn=in_turn and ranks.backend == NCCL,
+    )
+    ranks.ends_first(lanes.end)
+    return lanes

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from hightide.runtime.blocks.block_function import BlockCall
     from hightide.runtime.run import Run
 
-FORWARD_BEGINS = "the beginning of a forward"  # where ranks tell whether one has a larger batch than all before
 NUM_EVALUATIONS = 4  # of one batch, at most: what it needs is known as far as it got
 
 SEVERAL_GRAPHS = (
@@ -141,7 +140,7 @@ class ModelPasses:
     def _check_batch(self, batch: Arguments) -> None:
         if self._run.batches is not None and self._run.admission is not None:
             sizes = BatchSizes.of(batch, self._run.probed.samples)
-            if self._run.any_rank(FORWARD_BEGINS, not self._run.batches.hold(sizes)):
+            if self._run.begins_forward(not self._run.batches.hold(sizes)):
                 self._run.admission.admit(batch, sizes)
         probed, most = self._run.probed, self._run.plan.num_samples
         num_samples = samples_in(batch, probed.samples)

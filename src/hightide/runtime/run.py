@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -52,11 +53,14 @@ from hightide.runtime.surroundings import Surroundings
 from hightide.runtime.tables.host_embedding import HostEmbedding
 from hightide.runtime.waiting.activations import Stashes
 from hightide.runtime.waiting.inputs_on_disk import InputsOnDisk
+from hightide.shard.agreement import check_same
 from hightide.shard.collectives import Collectives
 from hightide.shard.watchman import Watchman
 from hightide.stores.disk import DiskStore
 from hightide.stores.host_arena import HostArena
 from hightide.stores.store import Accelerator
+
+FORWARD_BEGINS = "the beginning of a forward"  # where ranks tell whether one has a larger batch than all before
 
 
 class Run(RunValues):
@@ -103,6 +107,7 @@ class Run(RunValues):
         self.batches = around.batches
         self.admission = None if around.admission is None else around.admission(self)
         self.anchor = Anchor(device)
+        self.options: Callable[[], dict[str, str]] = dict  # of the optimizer's groups, which all ranks must have
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.work = StepWork()
         self.products = around.products
@@ -185,6 +190,24 @@ class Run(RunValues):
         if self._collectives is not None:
             self.between = BetweenRanks(self._collectives, self.chunks)
             self.chunks.whole_value, self.chunks.answers = self.between.whole_value, self.between.answers
+
+    def begins_forward(self, is_larger: bool) -> bool:
+        """Of training. Whether any rank has a larger batch than all before. As all meet here, they compare what they
+        will update with: each updates its shards, so where options differ the model would be nobody's."""
+        if self._collectives is None:
+            return is_larger
+        options = self.options()
+        digest = zlib.crc32(repr(options).encode()).to_bytes(4, "little")
+        rows = self._collectives.exchange(FORWARD_BEGINS, bytes([is_larger]) + digest)
+        if len({row[1:] for row in rows}) > 1:
+            try:
+                check_same(self._collectives, options)
+            except ValueError as error:
+                raise Refused(
+                    f"{error} options, and change them alike: a scheduler that follows a loss needs its mean over "
+                    "ranks (torch.distributed.all_reduce)"
+                ) from None
+        return any(row[0] for row in rows)
 
     def any_rank(self, what: str, value: bool) -> bool:
         return value if self._collectives is None else self._collectives.any_true(what, value)

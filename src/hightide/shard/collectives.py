@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from hightide.shard.communicators import ACROSS, CONTROL, GATHER, NCCL, ON_HOST, REDUCE, STEP
 from hightide.shard.gloo_lane import GlooLane
@@ -55,6 +56,7 @@ class Collectives:
         self.shard, self.num_shards = ranks.rank, ranks.world  # which of so many this rank has
         self.shard_holders = tuple(range(ranks.world))  # ranks of the first group, by their shards
         self._lanes: dict[str, DeviceLane] = {}
+        self._is_open, self._opened = False, set[dist.ProcessGroup]()
         if not ranks.is_alone:
             self._lanes = {lane: self._lane(lane) for lane in (GATHER, REDUCE, STEP)}
             self._on_host = {lane: GlooLane(ranks, lane, torch.device("cpu")) for lane in ON_HOST}
@@ -63,6 +65,14 @@ class Collectives:
         return (
             NcclLane(self.ranks, lane) if self.ranks.backend == NCCL else GlooLane(self.ranks, lane, self.ranks.device)
         )
+
+    def open(self) -> None:
+        """See [Note: communicators are made at once] in nccl_lane.py. All ranks call it, in the same order."""
+        self._is_open = True
+        for made in self._lanes.values():
+            if isinstance(made, NcclLane) and made.group not in self._opened:
+                self._opened.add(made.group)
+                made.open(self.ranks.device)
 
     def divide(self, replicas: int) -> None:
         """Into groups that have a copy of everything each. All ranks call it, before anything is in shards."""
@@ -75,6 +85,8 @@ class Collectives:
             inside_lanes = (GATHER, REDUCE) if self.num_shards > 1 or replicas == 1 else ()
             across_lanes = (ACROSS,) if replicas > 1 else ()
             self._lanes = {lane: self._lane(lane) for lane in (*inside_lanes, *across_lanes, STEP)}
+            if self._is_open:
+                self.open()
 
     # ---- chunks
 

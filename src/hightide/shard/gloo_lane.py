@@ -12,7 +12,7 @@ the first of the content. Ranks that come with different ones all see it there, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -143,9 +143,10 @@ class GlooLane:
         """Where to put what is sent."""
         if self._sent.numel() < self.world * size:
             is_pinned = self._device.type == "cuda"
-            self._sent, self._received = (
-                torch.empty(self.world * size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)
-            )
+            with torch.cuda.device(self._device) if is_pinned else nullcontext():  # else each rank is on the first GPU
+                self._sent, self._received = (
+                    torch.empty(self.world * size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)
+                )
         return self._sent[: self.world * size].view(self.world, size)
 
     def _send(self, size: int) -> torch.Tensor:

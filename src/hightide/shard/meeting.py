@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
+from hightide.process.system import usable_cpus
 from hightide.shard.attempt import fresh, is_kept
 from hightide.shard.communicators import ACROSS, CONTROL, GLOO, LANES, NCCL, SAVE, break_off, make_groups
 from hightide.shard.patience import Patience
@@ -48,6 +49,7 @@ class Facts:
     boot_id: str
     backend: str
     gpu: str  # its identity; "": none
+    cpus: tuple[int, ...] = ()  # that it may run on
 
 
 def find_ranks(
@@ -93,7 +95,8 @@ def _meet(
     prefix = f"hightide/{'-'.join(map(str, members))}/{_num_made[members]}"
     shared = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(prefix, shared.clone())  # type: ignore[attr-defined]  # a connection of our own
-    own = Facts(socket.gethostname(), _boot_id(), _backend(group, device), _gpu(device))
+    cpus = tuple(sorted(usable_cpus()))
+    own = Facts(socket.gethostname(), _boot_id(), _backend(group, device), _gpu(device), cpus)
     watchman = Watchman(
         store, rank, len(members), (*LANES, ACROSS), patience, *_host(shared, members), CONTROL, (SAVE,), members
     )
@@ -123,6 +126,7 @@ def _meet(
         groups,
         lambda: _close(watchman, groups, is_ours, birthplace),
         members,
+        _portion_of_cores(facts, rank),
     )
 
 
@@ -183,6 +187,8 @@ def _device(device: torch.device | str | None) -> torch.device:
     if chosen := torch.cuda.current_device():
         return torch.device("cuda", chosen)
     local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):  # a launcher may show each process its own
+        return torch.device("cuda", 0)
     if local_rank >= num_gpus:
         raise ValueError(
             f"this is process {local_rank} of its node, counted from 0, but it has {num_gpus} GPUs: start at most "
@@ -225,6 +231,14 @@ def _nodes(facts: Sequence[Facts]) -> list[int]:
     return [numbers.setdefault((one.host, one.boot_id), len(numbers)) for one in facts]
 
 
+def _portion_of_cores(facts: Sequence[Facts], rank: int) -> float:
+    """Of the cores that a rank may use, where those that several may use are divided evenly."""
+    own, nodes = facts[rank].cpus, _nodes(facts)
+    there = [one.cpus for one, node in zip(facts, nodes, strict=True) if node == nodes[rank]]
+    shares = [1 / sum(cpu in cpus for cpus in there) for cpu in own]
+    return sum(shares) / len(shares) if shares else 1 / len(there)
+
+
 def _check(facts: Sequence[Facts]) -> None:
     """All ranks see the same facts, so all raise."""
     if len({one.backend for one in facts}) > 1:
@@ -236,7 +250,8 @@ def _check(facts: Sequence[Facts]) -> None:
         if one.backend == NCCL and one.gpu and other != rank:
             raise ValueError(
                 f"ranks {other} and {rank} have the same GPU ({one.gpu}), which NCCL does not allow: give each rank a "
-                "GPU of its own, or initialise torch.distributed with gloo"
+                "GPU of its own (LOCAL_RANK of torchrun does, or torch.cuda.set_device in each; a CUDA_VISIBLE_DEVICES "
+                "of one GPU must name another one in each), or initialise torch.distributed with gloo"
             )
 
 

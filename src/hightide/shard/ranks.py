@@ -8,14 +8,17 @@ collectives in the same order as all others, so logs of different groups can be 
 
 from __future__ import annotations
 
+import atexit
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hightide.shard.communicators import ACROSS, ALONE, GATHER, REDUCE, make_group
+from hightide.shard.communicators import ACROSS, ALONE, GATHER, NCCL, REDUCE, make_group
 from hightide.shard.watchman import Watchman
 
 
@@ -40,7 +43,9 @@ class Ranks:
         groups: dict[str, dist.ProcessGroup],
         close: Callable[[], object],
         members: Sequence[int] = (0,),
+        portion_of_cores: float = 1.0,
     ) -> None:
+        """`portion_of_cores`: of those that this process may use, where others of its node may use them too."""
         self.rank, self.world, self.device, self.backend = rank, world, device, backend
         self.nodes = tuple(nodes)  # that each rank is on, numbered from 0
         self.watchman = watchman
@@ -48,7 +53,13 @@ class Ranks:
         self._members = tuple(members)  # what torch.distributed calls them
         self._circles: dict[str, Circle] = {}  # of a division into groups
         self._num_divisions = 0
-        self._end = weakref.finalize(self, close)  # also at the end of the program
+        self._portion_of_cores = portion_of_cores
+        self._ends_first: list[Callable[[], object]] = []
+        self._end = weakref.finalize(self, _end, self._ends_first, close)
+        if watchman is not None:
+            at_exit = partial(_at_exit, self._end, watchman, backend)
+            atexit.register(at_exit)
+            self._ends_first.append(partial(atexit.unregister, at_exit))
 
     # ---- who
 
@@ -108,6 +119,14 @@ class Ranks:
                     self._groups[name], self._circles[lane] = made, Circle(circle, made)
                     self.watchman.own.circles[lane] = circle
 
+    def share_of_cores(self, cores: int) -> int:
+        """Of so many that this process may use. Some launchers give each rank cores of its own, others all the same."""
+        return max(1, int(cores * self._portion_of_cores))
+
+    def ends_first(self, end: Callable[[], object]) -> None:
+        """It is called before the others are told that this rank has ended, and communicators are given up."""
+        self._ends_first.append(end)
+
     def close(self) -> None:
         """The others are told; nothing that was made here stays."""
         self._end()
@@ -117,3 +136,19 @@ class Ranks:
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Ranks:
         return cls(0, 1, torch.device(device), ALONE, (0,), None, {}, lambda: None)
+
+
+def _end(first: Sequence[Callable[[], object]], close: Callable[[], object]) -> None:
+    for end in first:
+        end()
+    close()
+
+
+def _at_exit(end: weakref.finalize, watchman: Watchman, backend: str) -> None:
+    """Lanes issue what other ranks wait for while there are communicators, and the watchman is still there. After an
+    exception the others are told at once; and what they have not come to would be waited for by NCCL, for ever."""
+    if getattr(sys, "last_value", None) is not None:
+        watchman.end_of_program()
+        if backend == NCCL:
+            watchman.break_off()
+    end()

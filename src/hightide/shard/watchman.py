@@ -113,13 +113,13 @@ class Watchman:
         signs = self._read([rank for rank in range(self.world) if rank != self.rank])
         self._others = {rank: _Other(sign, now_s) for rank, sign in signs.items()}
         self._threads = [background(SIGNS, self._give_signs), background(CLOCK, self._watch)]
-        atexit.register(self._at_exit)
+        atexit.register(self.end_of_program)
 
     def end(self, why: str = ENDED) -> None:
         """The others are told, so that none takes this rank for dead."""
         if self._ended is not None or not self._birthplace.is_here:
             return
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.end_of_program)
         if self._host_rank == self.rank and self._fault is not None:
             self._until(self._all_know, TOLD_WITHIN_S)  # the store ends with this process
         self._ended = why
@@ -132,7 +132,7 @@ class Watchman:
         for thread in self._threads:  # that of signs may hang with the store
             thread.join(timeout=0.0 if is_deaf and thread.name == SIGNS else TOLD_WITHIN_S)
 
-    def _at_exit(self) -> None:
+    def end_of_program(self) -> None:
         error = getattr(sys, "last_value", None)  # what has ended the program
         self.end(ENDED if error is None else f"{ENDED} with {in_a_line(error)}")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hightide.shard.meeting import ENVIRONMENT, Facts, _check, _nodes, find_ranks
+from hightide.shard.meeting import ENVIRONMENT, Facts, _check, _nodes, _portion_of_cores, find_ranks
 from waiting import OwnThreads
 
 
@@ -60,6 +60,14 @@ def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         find_ranks(device="cuda")
 
 
+def test_a_launcher_may_show_each_process_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert find_ranks(device="cuda").device == torch.device("cuda", 0)
+
+
 @pytest.mark.parametrize(("current", "found"), [(0, 1), (2, 2)])
 def test_each_process_of_a_node_has_a_gpu_of_its_own_unless_it_has_chosen_one(
     current: int, found: int, monkeypatch: pytest.MonkeyPatch
@@ -82,3 +90,17 @@ def test_what_ranks_cannot_have_is_refused() -> None:
     with pytest.raises(ValueError, match="ranks 0 and 2 have the same GPU"):
         _check([Facts("a", "1", "nccl", gpu) for gpu in ("gpu-0", "gpu-1", "gpu-0")])
     _check([Facts("a", "1", "gloo", "gpu-0")] * 2)
+
+
+def test_cores_are_divided_among_the_ranks_that_may_use_them() -> None:
+    """torchrun gives all ranks the same cores; others bind each to some of its own, which nobody else uses."""
+
+    def portions(cpus: list[tuple[int, ...]], hosts: str) -> list[float]:
+        facts = [Facts(host, "1", "gloo", "", own) for host, own in zip(hosts, cpus, strict=True)]
+        return [_portion_of_cores(facts, rank) for rank in range(len(facts))]
+
+    all_of_four = (0, 1, 2, 3)
+    assert portions([all_of_four, all_of_four], "aa") == [0.5, 0.5]
+    assert portions([(0, 1), (2, 3)], "aa") == [1.0, 1.0]
+    assert portions([all_of_four, all_of_four], "ab") == [1.0, 1.0]
+    assert portions([all_of_four, (0, 1)], "aa") == [0.75, 0.5]

@@ -5,7 +5,7 @@ changes that would fit: for each the bytes of the leanest plans were counted, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,13 +107,18 @@ def _is_limited_by_disk(found: Searched) -> bool:
 
 
 def fitting(
-    problem: Problem, refused: InfeasiblePlan, circumstances: Circumstances, may_go_on: Callable[[], bool]
+    problem: Problem,
+    refused: InfeasiblePlan,
+    circumstances: Circumstances,
+    may_go_on: Callable[[], bool],
+    cuts: Sequence[Problem] = (),
 ) -> tuple[Change, ...]:
-    """Changes that make it fit, each for itself: more memory, then what needs no other machine."""
+    """Changes that make it fit, each for itself: more memory, then what needs no other machine. `cuts`: the same step
+    in other numbers of calls, if the loop may make them: from a disk it may fit in others than from memory alone."""
     found: list[Change] = []
     options: list[Callable[[], Change | None]] = [
         *_memories(problem, refused, circumstances),
-        lambda: _with_disk(problem),
+        lambda: _with_disk(cuts or (problem,)),
         lambda: _rounded(problem),
         lambda: _any_micro_batch(problem),
         lambda: _fewer(problem, circumstances),
@@ -149,14 +154,14 @@ def _enough(problem: Problem, limits: Mapping[Tier, int]) -> Change | None:
     return None
 
 
-def _with_disk(problem: Problem) -> Change | None:
+def _with_disk(cuts: Sequence[Problem]) -> Change | None:
     """Only where its speed is known."""
-    if problem.terms.disk_bytes or problem.machine.disk is None:
+    if cuts[0].terms.disk_bytes or cuts[0].machine.disk is None:
         return None
-    num_bytes = least_disk_bytes(problem)
-    if num_bytes is None:
+    sizes = [size for size in map(least_disk_bytes, cuts) if size is not None]
+    if not sizes:
         return None
-    size = size_option(num_bytes)
+    size = size_option(min(sizes))
     return Change(f"a disk of {_in_words(size)}", limit_option(Tier.DISK, size))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
+from hightide.ir.machine import Machine
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.infeasible import InfeasiblePlan, growth
@@ -12,14 +14,15 @@ from hightide.planner.search.trials import Trials
 
 
 def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
-    """Says how much more of one tier would do with the others as they are, first of the one that grows least by it; or,
-    where several lack, how much more of each. What it names is enough: these candidates were lowered, and not only
-    added up."""
+    """Says how much more of one tier would do with the others as they are, first of the one that grows least by it and
+    not beyond what the GPU has; or, where several lack, how much more of each. What it names is enough: these
+    candidates were lowered, and not only added up."""
     limits = trials.problem.terms.limits
     needs = {one: trials.guess(one).by_tier for one in leanest if not trials.is_forbidden(one)}
     exact: set[Candidate] = set()
+    there_bytes = _gpu_memory_bytes(trials.problem.machine)
     while True:
-        found = _least(needs, limits)
+        found = sorted(_least(needs, limits), key=lambda one: one[0].get(Tier.GPU, 0) > there_bytes)
         guessed = [candidate for _, candidate in found if candidate not in exact]
         if not guessed:
             break
@@ -42,6 +45,11 @@ def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
         tuple(short for short, _ in found),
         trials.problem.terms.accumulate,
     )
+
+
+def _gpu_memory_bytes(machine: Machine) -> float:
+    """That there is at all. Infinite: nobody says, or it is simulated."""
+    return math.inf if machine.gpu is None or machine.is_simulated else machine.gpu.memory_bytes
 
 
 def _least(

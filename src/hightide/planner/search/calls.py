@@ -29,7 +29,7 @@ def search_calls(step: Problem) -> Searched:
         except InfeasiblePlan:
             continue
     if not looks:
-        raise _refusal(step, numbers)
+        raise _refusal(step)
     likely = sorted(looks, key=lambda number: (looks[number], number))[:NUM_SEARCHED]
     found = search(in_calls(step, likely[0]))
     for number in likely[1:]:
@@ -40,10 +40,15 @@ def search_calls(step: Problem) -> Searched:
     return found
 
 
-def _refusal(step: Problem, numbers: list[int]) -> InfeasiblePlan:
-    """Of that number of calls for which limits must be raised least: one needs no sums between calls, the most need the
-    fewest activations."""
-    refusals = [why_not(in_calls(step, number)) for number in (numbers[0], numbers[-1])]
+def leanest_cuts(step: Problem) -> tuple[Problem, ...]:
+    """One call needs no sums between calls, the most need the fewest activations."""
+    numbers = numbers_of_calls(step)
+    return tuple(in_calls(step, number) for number in dict.fromkeys((numbers[0], numbers[-1])))
+
+
+def _refusal(step: Problem) -> InfeasiblePlan:
+    """Of that number of calls for which limits must be raised least."""
+    refusals = [why_not(one) for one in leanest_cuts(step)]
     return min(refusals, key=lambda refused: growth(refused.enough[0], step.terms.limits))
 
 

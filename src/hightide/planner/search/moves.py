@@ -22,6 +22,7 @@ LATE = (4, 6, 3, 2, 0)  # twelfths of the blocks on disk whose updates are tried
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
 NUM_RING_SIZES = 2  # and from a disk so many, of the smallest buffers, beside the one of least waste
 FEW_BLOCKS = 8
+MOST_FRONTS = 12  # shares of the blocks that are tried where each is filled up
 SPACINGS = (1, 2, 3, 4, 6)  # of blocks that swap
 
 
@@ -86,13 +87,19 @@ class Moves(Ladders):
             for far in self._shares_of_inputs(start, (2, 1)):
                 yield start.changed(far=far, input_buffers=1 + spare, grad_buffers=1 + spare)
 
-    def leanest(self) -> Iterator[Candidate]:
+    def leanest(self, host_fits: Callable[[Candidate], bool]) -> Iterator[Candidate]:
         """If none of these fits, nothing is known that does."""
         lean = replace(self, micro_batches=self.micro_batches[-1:])
+        by_host = replace(self, may_fit=host_fits)
         for form in self.forms:
             for start in lean.starts(0, form, disk=True):
                 yield self.fill(start, ORDERS[0])
                 yield from self._mixed(start) if start.loss_tile_tokens is None else ()
+        sizes = (self.space.slot_numel, self.space.ring_sizes[0]) if self.space.terms.disk_bytes else ()
+        for size in dict.fromkeys(sizes):
+            for start in lean.starts(0, Form(size), disk=True):
+                yield from self._beside_full_host(start, by_host)
+        for form in self.forms:
             for start in (*lean.lean_starts(form), *lean.lean_starts(form, disk=True)):
                 yield self.fill(start, ORDERS[0])
             yield from self.last_resorts(form)
@@ -138,6 +145,19 @@ class Moves(Ladders):
             host = front - on_gpu.whole
             yield on_gpu.changed(host_params=host, host_states=host)
             yield lean.changed(whole=front, host_params=rest)
+
+    def _beside_full_host(self, lean: Candidate, by_host: Ladders) -> Iterator[Candidate]:
+        """From the disk: with ever more on the GPU, whether it has room or not, as much on the host as fits there. What
+        is far wider than others is there in any case, or not on the disk at least, so that rings are small."""
+        wide = self.space.wide
+        starts = [lean.changed(host_params=wide, host_states=wide)]
+        for order in (self._by_width[::-1], self.space.movable):
+            counts = range(1, len(order) + 1, -(-len(order) // MOST_FRONTS) or 1)
+            starts += [lean.changed(whole=frozenset(order[:count])) for count in counts]
+        for start in dict.fromkeys(starts):
+            filled = by_host.fill(start, tuple(HOST))
+            for tile in (None, *self.space.smaller_tiles):
+                yield filled.changed(loss_tile_tokens=tile)
 
     def _fronts(self, *orders: Sequence[int]) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
         """Some blocks, and the others: ever more of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hightide.ir.tier import Tier
 from hightide.planner.advice.missing import refusal
@@ -62,16 +62,16 @@ def _around(moves: Moves, trials: Trials, known: Candidate) -> Iterator[Candidat
 def fits(problem: Problem) -> bool:
     """Whether a plan is there at all, by the leanest ones."""
     trials = Trials(problem)
-    if not problem.terms.disk_bytes and trials.least_bytes() > problem.terms.gpu_bytes + problem.terms.host_bytes:
+    if trials.is_too_much():
         return False
-    leanest = _leanest(problem, trials).leanest()
+    leanest = _leanest(problem, trials).leanest(trials.host_fits)
     return any(trials.may_fit(one) and trials.within(trials.needs(one)) for one in leanest)
 
 
 def why_not(problem: Problem) -> InfeasiblePlan:
     """What the search would say of a problem that `fits` has denied."""
     trials = Trials(problem)
-    return refusal(trials, _leanest(problem, trials).leanest())
+    return refusal(trials, _leanest(problem, trials).leanest(trials.host_fits))
 
 
 def _leanest(problem: Problem, trials: Trials) -> Moves:
@@ -85,7 +85,13 @@ def least_disk_bytes(problem: Problem) -> int | None:
     moves = _leanest(problem, trials)
     starts = [start for start in moves.starts(spare=0, disk=True) if trials.may_fit(start)]
     filled = dict.fromkeys(moves.fill(start, order) for start in starts for order in ORDERS)
-    for candidate in sorted(filled, key=lambda one: trials.guess(one).disk_bytes):
+    found = _least_disk_bytes(trials, filled)
+    return _least_disk_bytes(trials, dict.fromkeys(moves.leanest(trials.host_fits))) if found is None else found
+
+
+def _least_disk_bytes(trials: Trials, candidates: Iterable[Candidate]) -> int | None:
+    fitting = [one for one in candidates if one.disk and trials.may_fit(one)]
+    for candidate in sorted(fitting, key=lambda one: trials.guess(one).disk_bytes):
         needs = trials.needs(candidate)
         if trials.within(needs):
             return needs.disk_bytes

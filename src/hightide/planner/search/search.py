@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from hightide.ir.tier import Tier
 from hightide.planner.advice.missing import refusal
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.ladders import DISK_ORDERS, ORDERS
@@ -40,24 +41,24 @@ NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows m
 
 def search(problem: Problem) -> Searched:
     """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
-    trials, candidate = _found(problem)
+    trials, candidate = _found(problem, says_why=True)
     placement = trials.space.placement(trials.space.build(candidate))
     return Searched.made(problem, candidate, placement, trials.num_simulated)
 
 
 def quick_step_s(problem: Problem) -> float:
-    """Of the plan that a quick search finds. Raises InfeasiblePlan."""
-    trials, candidate = _found(replace(problem, quick=True))
+    """Of the plan that a quick search finds. Raises InfeasiblePlan, without what is missing: that takes a while."""
+    trials, candidate = _found(replace(problem, quick=True), says_why=False)
     return trials.step_s(candidate)
 
 
-def _found(problem: Problem) -> tuple[Trials, Candidate]:
+def _found(problem: Problem, says_why: bool) -> tuple[Trials, Candidate]:
     num_samples, pinned = problem.profile.num_samples, problem.terms.micro_batch
     problem.terms.check_micro_batch(num_samples)
     trials = Trials(problem)
     sizes = equal_parts(num_samples) if pinned is None else (pinned,)
     may_fill = _with_room_left(trials) if problem.quick else trials.may_fit
-    candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick).run()
+    candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick, says_why).run()
     return trials, _with_uncalled(trials, candidate, may_fill)
 
 
@@ -92,12 +93,13 @@ class _Search:
     trials: Trials
     moves: Moves
     quick: bool
+    says_why: bool
 
     def run(self) -> Candidate:
         resident = next((candidate for candidate in self.moves.resident() if self._fits(candidate)), None)
         if resident is not None and (self.quick or resident.micro_batch == self.moves.micro_batches[0]):
             return resident
-        found = self._fillings()
+        found = {} if self.trials.is_too_much() else self._fillings()
         if resident is not None:  # in parts: recomputing in fewer may be faster
             found[resident] = self.trials.step_s(resident)
         if not found:
@@ -123,10 +125,13 @@ class _Search:
 
     def _leanest(self) -> Candidate:
         """That fits. Fillings of what nearly fits may all be a little too much."""
-        for candidate in self.moves.leanest():
+        leanest = () if self.trials.is_too_much() else self.moves.leanest(self.trials.host_fits)
+        for candidate in leanest:
             if self.trials.may_fit(candidate) and self.trials.step_s(candidate) < math.inf:
                 return candidate
-        raise refusal(self.trials, self.moves.leanest())
+        if not self.says_why:
+            raise InfeasiblePlan("no plan fits")
+        raise refusal(self.trials, self.moves.leanest(self.trials.host_fits))
 
     def _fits(self, candidate: Candidate) -> bool:
         return self.moves.may_fit(candidate) and self.trials.step_s(candidate) < math.inf
@@ -144,8 +149,8 @@ class _Search:
     def _groups(self) -> Iterator[list[Iterator[Candidate]]]:
         """Without a spare slot only where nothing fits with one; with the disk only where else only last resorts would
         do, which may be faster or slower; in other forms only where nothing fits in the plain one."""
-        moves, terms = self.moves, self.trials.problem.terms
-        needs_disk = self.trials.least_bytes() > terms.gpu_bytes + terms.host_bytes
+        moves = self.moves
+        needs_disk = self.trials.is_too_much(disk=False)
         for form in moves.forms:
             plain = [] if needs_disk else [moves.starts(spare, form) for spare in (1, 0)]
             yield from ([starts] for starts in plain)

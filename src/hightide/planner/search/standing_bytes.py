@@ -6,6 +6,7 @@ so each chunk is asked about each of these tiers once, and equal blocks are adde
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -59,9 +60,9 @@ class StandingBytes:
     def of(self, candidate: Candidate) -> StandingNeeds:
         return self._layout(candidate.slot_numel or self._space.slot_numel).base(candidate)
 
-    def least_bytes(self) -> int:
-        """Of chunks on the GPU and the host together, wherever each block lives; slots are not counted."""
-        return self._layout(self._space.slot_numel).least_bytes()
+    def least_bytes(self, tiers: Sequence[Tier]) -> int:
+        """Of chunks on these tiers together, wherever each block lives; slots are not counted."""
+        return self._layout(self._space.slot_numel).least_bytes(tiers)
 
     def _layout(self, slot_numel: int) -> _LayoutShares:
         if slot_numel not in self._layouts:
@@ -103,9 +104,8 @@ class _LayoutShares:
         parks = any(share.parked_bytes for share in counts)
         return StandingNeeds(gpu, host, disk, tuple(share.parked_bytes for share in shares) if parks else ())
 
-    def least_bytes(self) -> int:
-        memory = Tier.GPU, Tier.HOST
-        shares_in = [self._shares_in(BlockTiers(*tiers, Tier.HOST)) for tiers in product(memory, memory)]
+    def least_bytes(self, tiers: Sequence[Tier]) -> int:
+        shares_in = [self._shares_in(BlockTiers(*pair, Tier.HOST)) for pair in product(tiers, tiers)]
         return sum(min(sum(share.added) for share in shares) for shares in zip(*shares_in, strict=True))
 
     def _widest(self, all_tiers: list[BlockTiers], shares: list[_Share]) -> tuple[int, int]:

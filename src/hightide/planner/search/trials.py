@@ -83,9 +83,11 @@ class Trials:
     def peaks(self, candidate: Candidate) -> Peaks:
         return step_peaks(self._lowered(candidate))
 
-    def least_bytes(self) -> int:
-        """On the GPU and the host together, of any candidate without a disk."""
-        return self._standing.least_bytes()
+    def is_too_much(self, disk: bool = True) -> bool:
+        """Of chunks alone for all tiers together, or for all but the disk."""
+        limits = self.problem.terms.limits
+        tiers = [tier for tier in Tier if limits[tier] and (disk or tier is not Tier.DISK)]
+        return self._standing.least_bytes(tiers) > sum(limits[tier] for tier in tiers)
 
     def step_s(self, candidate: Candidate, below_s: float = math.inf) -> float:
         """Infinite if the candidate does not fit, or surely takes `below_s` or more."""

@@ -36,6 +36,7 @@ class Homes:
         self.placed: tuple[ChunkPlace, ...] = placement.chunks  # by the number of the chunk
         self.specs: tuple[ChunkSpec, ...] = placement.plan.layout.chunks
         self.shapes = {spec.name: spec.shape for spec in profile.params}
+        self._block_names = [block.name for block in profile.blocks]
         self.places = {entry.param: (spec.index, entry) for spec in self.specs for entry in spec.params}
         self._own_shard, self.num_shards = own_shard, (num_shards := placement.plan.num_shards)
         self.answers = True  # of groups of ranks with a copy each, the first does
@@ -64,7 +65,7 @@ class Homes:
     def _allocate(self, place: ChunkPlace, stores: Mapping[Tier, Store]) -> None:
         spec, shard = place.chunk, self.shards[place.chunk.index]
         regions = {
-            (kind, tier): stores[tier].allocate(num_bytes, _label(kind, tier))
+            (kind, tier): stores[tier].allocate(num_bytes, self._label(place.chunk, kind, tier))
             for (kind, tier), num_bytes in place.copies.items()
         }
 
@@ -98,6 +99,13 @@ class Homes:
             on_disk = {kind: one for kind, one in found.items() if one is not None and not one.is_memory}
             if on_disk or place.has_states_on_disk or place.passes_ring:
                 self.disk.take(place, home, on_disk)
+
+    def _label(self, chunk: ChunkSpec, kind: ChunkKind, tier: Tier) -> str:
+        """Errors of a disk say by it which values are lost. What is in memory is added up by it."""
+        labels = {ChunkKind.PARAM: "parameters", ChunkKind.GRAD: "gradients", ChunkKind.STATE: "optimizer states"}
+        if tier is Tier.DISK:
+            return f"{labels[kind]} of {self._block_names[chunk.block]} (chunk {chunk.index})"
+        return "persistent chunks" if (kind, tier) == (ChunkKind.PARAM, Tier.GPU) else labels[kind]
 
     def home(self, chunk: int) -> Array:
         """The chunk's parameters where the update writes them."""
@@ -334,11 +342,6 @@ class Homes:
 def rounds_to(master: Tensor, value: Tensor) -> bool:
     """Whether these are the values of which `master` is the exact original."""
     return torch.equal(master.to(value.dtype), value.to(master.device))  # on the master's: the GPU may have no room
-
-
-def _label(kind: ChunkKind, tier: Tier) -> str:
-    labels = {ChunkKind.PARAM: "parameters", ChunkKind.GRAD: "gradients", ChunkKind.STATE: "optimizer states"}
-    return "persistent chunks" if (kind, tier) == (ChunkKind.PARAM, Tier.GPU) else labels[kind]
 
 
 def write_zeros(fresh: Array) -> None:

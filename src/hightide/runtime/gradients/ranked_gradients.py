@@ -74,10 +74,14 @@ class RankedGradients(Gradients):
             return
         if place.is_reduced_home:
             self.freshen_home(chunk)
-        elif not (place.in_grad_slot or place.leaves) or chunks.grad_copies[chunk].state is not Residency.ABSENT:
+        elif not (place.in_grad_slot or place.leaves) or not self._is_leaving(chunk):
             self.wait_for(chunk)
             self._go_on(chunk)
             self._freshen(chunk, chunks.grad_on_gpu(chunk))
+
+    def _is_leaving(self, chunk: int) -> bool:
+        """Or has left: see [Note: how far lanes are] in schedule/demand.py."""
+        return self._chunks.grad_copies[chunk].state in (Residency.LEAVING, Residency.ABSENT)
 
     def bind(self, chunk: int, block: int) -> None:
         """A sum that goes on where it lies may still be averaged: its last pass has ended, or its planned calls of this
@@ -258,6 +262,10 @@ class RankedGradients(Gradients):
         """Until it is averaged, as long as other ranks take, who may do something else meanwhile."""
         if (ticket := self._tickets.exits.get(chunk)) is not None:
             self._flight.wait(ticket, Lane.REDUCE)
+
+    def wait_for_all(self, chunks: Iterable[int]) -> None:
+        for chunk in list(chunks):
+            self.wait_for(chunk)
 
     def _come_home(self, chunk: int) -> None:
         self.wait_for(chunk)

@@ -36,7 +36,7 @@ import torch
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
 from hightide.process.system import usable_cores
-from hightide.runtime.lanes.queues import LaneRecord, Queue, SharedState, Task, Watcher, queue_for
+from hightide.runtime.lanes.queues import InTurn, LaneRecord, Queue, SharedState, Task, Turns, Watcher, queue_for
 from hightide.runtime.lanes.thread_lives import share, watch, work
 from hightide.runtime.lanes.update_threads import TileQueue, UpdateThreads
 from hightide.stores.threads import start_threads
@@ -57,6 +57,7 @@ BETWEEN_RANKS: dict[Lane, str] = {  # only where there are several
     Lane.GATHER: "hightide-gather",  # brings the rest of a chunk from the other ranks while blocks compute
     Lane.REDUCE: "hightide-reduce",  # averages finished gradients over all ranks meanwhile
 }
+TURNS = Turns()  # of collectives over NCCL, of all models
 WATCHER = "hightide-fences"  # one for each lane that works on the host, so that it takes copies that are through
 UPDATER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
 CORES_FOR_OTHERS = 2  # Python's and autograd's threads with what they start; the copying lanes mostly wait
@@ -146,7 +147,9 @@ class Lanes:
         device: torch.device | None = None,
         num_update_threads: int | None = None,
         several_ranks: bool = False,
+        in_turn: bool = False,
     ) -> None:
+        """`in_turn`: lanes between ranks issue in the order of submission; see [Note: collectives in one order]."""
         self.timeout_s = timeout_s
         self.streams = Streams(device, several_ranks)
         workers = WORKERS | BETWEEN_RANKS if several_ranks else WORKERS
@@ -154,7 +157,12 @@ class Lanes:
         num_sharing = default_update_threads() if num_update_threads is None else num_update_threads
         self.update_threads = UpdateThreads(num_sharing, timeout_s)
         self._state = SharedState()
-        self._queues = {lane: queue_for(lane, self._state, timeout_s) for lane in workers}
+        self._queues = {
+            lane: InTurn(self._state, timeout_s, TURNS)
+            if in_turn and lane in BETWEEN_RANKS
+            else queue_for(lane, self._state, timeout_s)
+            for lane in workers
+        }
         watchers = {lane: Watcher(self._state) for lane in workers if lane.on_host}
         for lane, watcher in watchers.items():
             self._queues[lane].watcher = watcher
@@ -317,6 +325,11 @@ class Lanes:
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         if stuck:
             warnings.warn(f"{', '.join(stuck)} still busy {timeout_s:g} s after close()", RuntimeWarning, stacklevel=2)
+
+    @property
+    def end(self) -> Callable[[], object]:
+        """As `close`, for whoever must not hold these lanes."""
+        return self._finalizer
 
     @property
     def owes_others(self) -> bool:

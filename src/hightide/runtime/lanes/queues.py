@@ -1,4 +1,12 @@
-"""Queues in front of the lanes: tasks, which of them is next, and the records of what was done."""
+"""Queues in front of the lanes: tasks, which of them is next, and the records of what was done.
+
+[Note: collectives in one order] Over NCCL each lane has a communicator of its own, whose kernels wait on the GPU for
+those of other ranks. CUDA does not promise that two streams go on side by side: they share queues of the hardware, and
+whoever frees memory or loads a kernel may wait for all of them. If one rank had issued a gather before an average, and
+another the average before the gather, each could hold up what the other waits for, for ever. So there lanes issue
+collectives in the order in which they were submitted, which is the same on all ranks. On the GPU they may still run
+beside each other. Over gloo it is a lane's thread that waits, and no lane holds up another.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -287,6 +296,59 @@ class InOrder(Queue):
 
     def _pop_first(self) -> Task:
         return self._tasks.popleft()
+
+
+class Turns:
+    """Tasks that are not run yet, of several lanes and of all models, in the order in which they were submitted."""
+
+    def __init__(self) -> None:
+        self.bells: WeakSet[Bell] = WeakSet()  # of these lanes
+        self._lock = threading.Lock()
+        self._tasks: list[Task] = []
+
+    def add(self, task: Task) -> None:
+        with self._lock:
+            self._tasks.append(task)
+
+    def is_first(self, task: Task) -> bool:
+        with self._lock:
+            return self._tasks[0] is task
+
+    def is_over(self, task: Task) -> None:
+        with self._lock:
+            self._tasks.remove(task)
+            bells = list(self.bells)
+        for bell in bells:
+            bell.ring()
+
+
+class InTurn(InOrder):
+    """Of a lane that takes turns with others: a task waits until all that were submitted before it have been run, on
+    whichever. See [Note: collectives in one order]."""
+
+    def __init__(self, state: SharedState, timeout_s: float, turns: Turns) -> None:
+        super().__init__(state, timeout_s)
+        self._turns, self._taken = turns, deque[Task]()
+        turns.bells.add(self._bell)
+
+    def _push(self, task: Task) -> None:
+        super()._push(task)
+        self._turns.add(task)
+
+    def _has_ready(self) -> bool:
+        return super()._has_ready() and self._turns.is_first(self._tasks[0])
+
+    def _pop_first(self) -> Task:
+        self._taken.append(super()._pop_first())
+        return self._taken[-1]
+
+    def _pop_ready(self) -> Task | None:
+        return self._pop_first() if self._has_ready() else None
+
+    def take(self) -> tuple[Task, BaseException | None] | None:
+        while self._taken:  # it has been run, or was given an error
+            self._turns.is_over(self._taken.popleft())
+        return super().take()
 
 
 class DueFirst(Queue):

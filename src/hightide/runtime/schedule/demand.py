@@ -1,4 +1,9 @@
-"""Off the plan: what a block needs that no schedule brings. Slower, with one warning, never wrong."""
+"""Off the plan: what a block needs that no schedule brings. Slower, with one warning, never wrong.
+
+[Note: how far lanes are] Of several ranks all must gather and reduce the same, off the plan too. What each has issued
+is the same on all, how far its lanes have come is not: a copy that is still arriving on one rank is there on another.
+So what decides who makes room is not asked before lanes have done what they were given.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +60,14 @@ class Demands:
             return last_uses.get(other, -1)
 
         table = self._chunks.param_slots
+        if self._performer.ranked is not None:
+            self._wait_for_arriving()
         states = {other: self._chunks.param_copies[other].state for other in table.everyone()}
         pinned = {other for other, state in states.items() if state is Residency.HELD}
         arriving = {other for other, state in states.items() if state is Residency.ARRIVING}
         slot = table.window_for(chunk, next_use, last_use, pinned | arriving)
         if slot is None:
-            for other in arriving:
-                self._flight.wait(self._flight.fetches[other], Lane.H2D)
+            self._wait_for_arriving()
             slot = table.window_for(chunk, next_use, last_use, pinned)
         if slot is None:
             name = self._names[self._chunks.specs[chunk].block]
@@ -78,6 +84,12 @@ class Demands:
         if place.is_gathered:
             self._gather(chunk, slot)
         self._flight.wait(self._flight.fetches[chunk], lane)
+
+    def _wait_for_arriving(self) -> None:
+        """See [Note: how far lanes are]."""
+        for chunk in self._chunks.param_slots.everyone():
+            if self._chunks.param_copies[chunk].state is Residency.ARRIVING:
+                self._flight.wait(self._flight.fetches[chunk], Lane.H2D)
 
     def _gather(self, chunk: int, slot: int | None) -> None:
         """After what was fetched."""
@@ -102,6 +114,8 @@ class Demands:
             return self._bring_gradient(chunk, None)
         table = self._chunks.grad_slots
         self._flight.wait_for_gradients(list(self._flight.gradient_fetches))  # a queued one would take the room
+        if self._performer.ranked is not None:
+            self._wait_for_leaving()
         for _ in range(2):
             slot = table.window_for(chunk, lambda _: 0.0, lambda _: 0.0, set(table.everyone()))
             if slot is not None:
@@ -117,6 +131,13 @@ class Demands:
                 "num_grad_slots in the plan."
             )
         self._bring_gradient(chunk, slot)
+
+    def _wait_for_leaving(self) -> None:
+        """See [Note: how far lanes are]."""
+        leaving = [
+            c for c in self._chunks.grad_slots.everyone() if self._chunks.grad_copies[c].state is Residency.LEAVING
+        ]
+        self._ranked.wait_for_all(leaving)
 
     def _bring_gradient(self, chunk: int, slot: int | None) -> None:
         fetch = partial(self._performer.fetch_gradient, chunk, slot)

@@ -90,6 +90,8 @@ class Issuer:
         is_of_sum = action.op in (Op.READ, Op.FETCH) and action.kind is not ChunkKind.PARAM
         if self._rings is not None and is_of_sum and action.chunk in flight.exits:  # it may have left off the plan
             after.append(flight.exits[action.chunk])
+        if action.op is Op.FETCH and action.kind is ChunkKind.GRAD and not self._is_alone:
+            after += self._leaving(action)
         spots = [] if self._rings is None else self._rings.spots(action)
         if self._rings is not None and spots:  # see [Note: what is in a buffer] in chunks/rings.py
             after = list(dict.fromkeys((*after, *self._rings.users(spots))))
@@ -106,6 +108,13 @@ class Issuer:
         self._remember(current, action, ticket)
         if self._rings is not None and spots:
             self._rings.used_by(action, spots, ticket)
+
+    def _leaving(self, action: Action) -> list[Ticket]:
+        """What takes sums out of the slot, off the plan: see [Note: how far lanes are] in demand.py."""
+        assert action.chunk is not None and action.target is not None
+        slot, exits = action.target.slot, self._flight.exits
+        there = () if slot is None else (action.chunk, *self._chunks.grad_slots.occupants(slot, action.chunk))
+        return [exits[chunk] for chunk in there if chunk in exits]
 
     def _work(self, current: Pass, action: Action) -> LaneWork:
         """A pass without a backward that adds to gradients (torch.autograd.grad) uses no sums up. One that stays leaves

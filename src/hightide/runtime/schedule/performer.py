@@ -80,7 +80,8 @@ class Performer:
         chunk, slot = action.chunk, action.target.slot
         buffer = None if self._disk is None else self._disk.arriving(action)
         if action.kind is ChunkKind.GRAD:
-            return lambda: self.fetch_gradient(chunk, slot, buffer)
+            is_late = self.ranked is not None and slot is not None and not self._will_be_free(chunk, slot)
+            return nothing if is_late else lambda: self.fetch_gradient(chunk, slot, buffer)
         if slot is None:
             return self.refresh(chunk)
         return self.fetch_param(chunk, slot) if buffer is None else self.fetch_param(chunk, slot, buffer)
@@ -197,6 +198,8 @@ class Performer:
             self._left.pop(chunk).join()
         if slot is None and self.ranked is not None:  # or be averaged there: nobody has asked for it
             self.ranked.wait_for(chunk)
+        if slot is not None and self.ranked is not None:  # else ranks whose lanes are slower had no room
+            self.ranked.wait_for_all((chunk, *self.chunks.grad_slots.occupants(slot, chunk)))
         if slot is not None and not self._take_gradient_slot(chunk, slot):
             return
         try:
@@ -234,6 +237,12 @@ class Performer:
         for fence in table.take(slot, chunk):
             fence.join()
         return True
+
+    def _will_be_free(self, chunk: int, slot: int) -> bool:
+        """Once what is leaving has left: see [Note: how far lanes are] in demand.py."""
+        there = (chunk, *self.chunks.grad_slots.occupants(slot, chunk))
+        gone = (Residency.LEAVING, Residency.ABSENT)
+        return all(self.chunks.grad_copies[other].state in gone for other in there)
 
     def _write_back(self, action: Action) -> LaneWork:
         assert action.chunk is not None
@@ -280,7 +289,8 @@ class Performer:
         assert self.ranked is not None
         gradients, copy = self.ranked, self.chunks.grad_copies[chunk]
         place = self.chunks.placed[chunk]
-        if place.in_grad_slot and self.chunks.grad_slots.first(chunk) is None:  # it has left off the plan
+        # It has left off the plan. Whether its lane is through with that says nothing: other ranks' may not be.
+        if place.in_grad_slot and copy.state in (Residency.LEAVING, Residency.ABSENT):
             return nothing
         gradients.will_be_averaged(chunk)
         if copy.state is Residency.CLEAN and (place.in_grad_slot or place.leaves):

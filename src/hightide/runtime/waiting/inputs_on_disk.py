@@ -56,7 +56,8 @@ class InputsOnDisk:
         places = {}
         for call, num_bytes in stored_bytes(profile, plan).items():
             assert disk is not None
-            places[call] = Array(disk, disk.allocate(num_bytes, "block inputs"), torch.uint8, (num_bytes,))
+            label = f"inputs of {profile.blocks[profile.calls[call].block].name} (call {call})"
+            places[call] = Array(disk, disk.allocate(num_bytes, label), torch.uint8, (num_bytes,))
         return cls(ring, buffer_bytes(profile, plan), plan.num_input_buffers, places)
 
     # -- in the user's thread, when an action is issued -----------------------------------------------------------

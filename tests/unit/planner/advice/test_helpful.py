@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from hightide.doctor.known import load_machine
 from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
@@ -25,9 +26,12 @@ from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.floor import floors
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search import search as search_module
+from hightide.planner.search.calls import leanest_cuts
 from hightide.planner.search.candidate import Candidate
-from hightide.planner.search.nearby import fits
-from hightide.planner.search.search import search
+from hightide.planner.search.moves import Moves
+from hightide.planner.search.nearby import fits, least_disk_bytes, why_not
+from hightide.planner.search.search import quick_step_s, search
+from hightide.planner.search.standing_bytes import StandingBytes
 from hightide.planner.search.trials import Trials
 from hightide.planner.solution import Searched
 from unit.planner.advice.test_why import solved
@@ -174,12 +178,20 @@ def test_each_tier_that_would_do_is_named_without_another_search(monkeypatch: py
         assert [option for option in named if option in ("--host", "--gpu")] == expected
 
 
-def test_what_is_less_than_the_chunks_fits_nothing_without_a_look() -> None:
+def test_what_is_less_than_the_chunks_fits_nothing_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem()
-    least = Trials(asked).least_bytes()
-    assert not fits(asked.with_terms(gpu_bytes=least // 2, host_bytes=least - least // 2 - 1))
+    least = StandingBytes(Trials(asked).space).least_bytes((Tier.GPU, Tier.HOST))
     needed = answer().plan.forecast
     assert least <= needed.gpu_peak_bytes + needed.host_peak_bytes
+    monkeypatch.setattr(Moves, "leanest", lambda *_: pytest.fail("looked"))
+    memory = {"gpu_bytes": least // 4, "host_bytes": least // 4}
+    rest = least - 2 * (least // 4)
+    for short in ({"gpu_bytes": least // 2, "host_bytes": least - least // 2 - 1}, {**memory, "disk_bytes": rest - 1}):
+        assert not fits(asked.with_terms(**short))
+        with pytest.raises(InfeasiblePlan):
+            quick_step_s(asked.with_terms(**short))
+    with pytest.raises(pytest.fail.Exception, match="looked"):
+        fits(asked.with_terms(**memory, disk_bytes=rest))
 
 
 def test_other_changes_that_fit_are_named_too() -> None:
@@ -191,6 +203,20 @@ def test_other_changes_that_fit_are_named_too() -> None:
     assert options[0].startswith(("--host ", "--gpu ")) and "--gradients param" in options
     (fewer,) = [option for option in options if option.startswith("--sequences")]
     assert fits(asked.with_samples(int(fewer.split()[1])))
+
+
+def test_a_disk_is_named_where_it_helps_in_several_calls_only() -> None:
+    """Block inputs of all samples are too many for the host, and for the buffers on their way to a disk."""
+    profile = stack(12, num_samples=32, dtype="bfloat16")
+    whole = Problem(
+        profile, estimate(profile, FAST), replace(FAST, disk=load_machine("h200").disk), Terms(100_000, 150_000)
+    )
+    assert least_disk_bytes(whole) is None
+    asked = whole, why_not(whole), NO_MORE, lambda: True
+    assert not any("--disk" in change.option for change in fitting(*asked))
+    (option,) = (change.option for change in fitting(*asked, leanest_cuts(whole)) if "--disk" in change.option)
+    size = parse_bytes(option.removeprefix("--disk FOLDER:"), Tier.DISK)
+    assert [fits(cut.with_limit(Tier.DISK, size)) for cut in leanest_cuts(whole)] == [False, True]
 
 
 def test_sizes_are_rounded_to_the_safe_side() -> None:

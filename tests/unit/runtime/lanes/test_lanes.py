@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hightide.ir.tier import Lane
-from hightide.runtime.lanes.lanes import WORKERS, EventFence, Lanes
+from hightide.runtime.lanes.lanes import TURNS, WORKERS, EventFence, Lanes
 from hightide.runtime.lanes.queues import KEPT_PASSES
 from hightide.stores.ticket import Ticket
 from waiting import OwnThreads
@@ -433,3 +433,48 @@ def test_who_waits_for_a_fence_does_so_on_its_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", Event)
     EventFence(SimpleNamespace(device=torch.device("cuda", 2))).synchronize()  # type: ignore[arg-type]
     assert waited_on == [2] and present == [0]
+
+
+# ---- lanes between ranks
+
+
+@contextmanager
+def between_ranks(in_turn: bool = True) -> Iterator[Lanes]:
+    lanes = Lanes(timeout_s=10.0, num_update_threads=1, several_ranks=True, in_turn=in_turn)
+    try:
+        yield lanes
+    finally:
+        lanes.close()
+
+
+def test_collectives_are_issued_in_the_order_of_submission_whichever_can_be_first() -> None:
+    """Of all lanes and models: each rank submits in the same order, and is ready in another. See [Note: collectives in
+    one order]."""
+
+    def order(in_turn: bool) -> list[str]:
+        ran: list[str] = []
+        with between_ranks(in_turn) as lanes, between_ranks(in_turn) as others:
+            fetched = Ticket("fetched")
+            gather = lanes.submit("gather", Lane.GATHER, 0, [fetched], lambda: ran.append("gather"))
+            other = others.submit("other", Lane.REDUCE, 0, [gather], lambda: ran.append("other model"))
+            reduce = lanes.submit("reduce", Lane.REDUCE, 0, [], lambda: ran.append("reduce"))
+            if not in_turn:
+                lanes.wait(reduce, Lane.REDUCE)
+            fetched.set_result(None)
+            lanes.wait(gather, Lane.GATHER)
+            others.wait(other, Lane.REDUCE)
+            lanes.wait(reduce, Lane.REDUCE)
+        return ran
+
+    assert order(in_turn=True) == ["gather", "other model", "reduce"]
+    assert order(in_turn=False) == ["reduce", "gather", "other model"]
+
+
+def test_lanes_that_have_failed_hold_up_no_others() -> None:
+    with between_ranks() as lanes, between_ranks() as others:
+        lanes.submit("never", Lane.GATHER, 0, [Ticket("never")], lambda: None)
+        after = others.submit("after", Lane.GATHER, 0, [], lambda: 7)
+        lanes.fail(KeyError("a bad batch"))
+        others.wait(after, Lane.GATHER)
+        assert after.wait() == 7
+    assert not TURNS._tasks
