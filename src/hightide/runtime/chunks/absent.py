@@ -99,8 +99,10 @@ class AbsentParameter(nn.Parameter):
 
 
 class NotedParameter(nn.Parameter):
-    """A parameter that is where it is needed, and whose master is not: what somebody writes to it has no effect on that
-    one. A write is noticed by its version, which `.data` would not share with it, and this does."""
+    """A parameter that is where it is needed, and of which there is another copy: what somebody writes to it has no
+    effect on that one. A write is noticed by its version, which `.data` would not share with it, and this does."""
+
+    hightide_inside: type[nn.Parameter]  # what it is while its block runs
 
     @classmethod
     def __torch_function__(
@@ -108,8 +110,24 @@ class NotedParameter(nn.Parameter):
     ) -> Any:
         if any(issubclass(kind, AbsentParameter) for kind in types):
             return NotImplemented  # that one raises
+        if others := tuple(kind for kind in types if not issubclass(kind, NotedParameter)):
+            return _by_others(others, func, args, kwargs or {})
         with Disabled():
             return args[0].detach() if func == _GET_DATA else func(*args, **kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = self.hightide_inside
+        return copied
+
+
+def _by_others(kinds: tuple[type, ...], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What torch would have asked if the parameter were an ordinary one, such as lazy logits."""
+    for kind in kinds:
+        result = kind.__torch_function__(func, kinds, args, kwargs)  # type: ignore[attr-defined]
+        if result is not NotImplemented:
+            return result
+    return NotImplemented
 
 
 def absent_class(original: type, names: Mapping[int, str], told: str = REFUSAL) -> type[nn.Parameter]:
@@ -117,7 +135,7 @@ def absent_class(original: type, names: Mapping[int, str], told: str = REFUSAL) 
 
 
 def noted_class(original: type) -> type[nn.Parameter]:
-    return _outside(NotedParameter, original)
+    return _outside(NotedParameter, original, hightide_inside=original)
 
 
 def _outside(kind: type[nn.Parameter], original: type, **attributes: Any) -> type[nn.Parameter]:

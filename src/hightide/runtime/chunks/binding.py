@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hightide.ir.chunk import ChunkSpec, ParamRange
+from hightide.ir.chunk import ParamRange
 from hightide.ir.refusal import Refused
 from hightide.runtime.chunks.absent import UPDATED, Disabled, Nans, absent_class, noted_class
 
@@ -66,7 +66,7 @@ class Binding:
         dtypes = [{entry.param: parameters[entry.param].dtype for entry in spec.params} for spec in specs]
         self._nans = Nans(dtypes, chunks.gpu.device)
         self._absent = {name: nan.expand(parameters[name].shape) for name, nan in self._nans.everyone().items()}
-        self._written = [self._told_of_writes(spec) for spec in specs]
+        self._told = {entry.param: self._told_of_writes(entry.param) for spec in specs for entry in spec.params}
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self.ignored_versions: set[str] = set()  # the code of their blocks makes them grow without a write
         self._made: dict[tuple[int, int | None, int | None], _Views] = {}
@@ -78,12 +78,12 @@ class Binding:
         self._outside: dict[str, type] = {}  # what a parameter is outside of its block, if something else than in it
         self._hidden: set[str] = set()  # whose values are not always on the GPU, or not always the newest there
         for spec in specs:
-            is_hidden = chunks.lives_elsewhere(spec.index) and spec.block not in loose
-            if is_hidden or spec.has_master:
-                kinds = absent if is_hidden else noted
-                self._outside |= {entry.param: kinds[self._classes[entry.param]] for entry in spec.params}
-            if is_hidden:
-                self._hidden |= {entry.param for entry in spec.params}
+            keys = {entry.param for entry in spec.params}
+            if chunks.lives_elsewhere(spec.index) and spec.block not in loose:
+                self._outside |= {key: absent[self._classes[key]] for key in keys}
+                self._hidden |= keys
+            else:
+                self._outside |= {key: noted[self._classes[key]] for key in keys if self._told[key]}
         updated = {kind: absent_class(kind, names, UPDATED) for kind in absent}
         # The others that train, and what they are between an update in backward and step().
         self._updated = {
@@ -93,24 +93,24 @@ class Binding:
         }
         self._is_updated = False
 
-    def _told_of_writes(self, spec: ChunkSpec) -> str:
+    def _told_of_writes(self, key: str) -> str:
         """Parameters that stay can be written in place, which is right only where nobody keeps another copy ("")."""
-        if self._chunks.lives_elsewhere(spec.index):
+        if self._chunks.lives_elsewhere(self._chunks.places[key][0]):
             return WRITTEN_WHILE_ABSENT
-        return WRITTEN_BESIDE_MASTER if spec.has_master else ""
+        return WRITTEN_BESIDE_MASTER if self._chunks.has_own_master(key) else ""
 
     def bind(self, chunk: int, block: int | None = None) -> None:
         if (written := self._nans.written(chunk)) is not None:
             raise Refused(WRITTEN_WHILE_ABSENT.format(name=written))
         for key, param, shown, view, addresses in self._views(chunk, block).bound:
             param.__class__ = shown
-            self._check_written(chunk, key, param)
+            self._check_written(key, param)
             if param.data_ptr() not in addresses:
                 self._refuse_other_data(key, view)
             param.data = view
 
-    def _check_written(self, chunk: int, key: str, param: nn.Parameter) -> None:
-        version, told = param._version, self._written[chunk]
+    def _check_written(self, key: str, param: nn.Parameter) -> None:
+        version, told = param._version, self._told[key]
         if self._versions.setdefault(key, version) != version and told and key not in self.ignored_versions:
             self._versions[key] = version
             raise Refused(told.format(name=key))
@@ -166,7 +166,7 @@ class Binding:
                     is_elsewhere = bound.param.data_ptr() not in bound.addresses
                 if is_elsewhere:
                     self._refuse_other_data(bound.key, bound.view)
-                self._check_written(chunk, bound.key, bound.param)
+                self._check_written(bound.key, bound.param)
 
     def loose_params(self) -> list[Tensor]:
         return [self._chunks.param_on_gpu(chunk) for chunk in self._loose]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,4 +135,70 @@ def test_other_memory_is_noticed_before_values_are_taken(name: str) -> None:
     param.data = param.data.clone()
     with pytest.raises(Refused, match=f"{name}.*other memory.*load_state_dict"):
         model.state_dict()
+    hightide.unwrap(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_write_to_what_is_frozen_has_its_effect(dtype: torch.dtype, name: str) -> None:
+    """Nobody keeps a master of it, though one of its neighbours in the chunk has one: a temperature that is lowered
+    from step to step, weights into which an adapter is merged."""
+    model, x = Model().to(dtype), torch.ones(4, SIZE, dtype=dtype)
+    model.get_parameter(name).requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    model, optimizer = hightide.wrap(model, torch.optim.AdamW(trained, lr=1e-2, eps=1e-4), x, limits=LIMITS)
+    param = model.get_parameter(name)
+    for write in WRITES.values():
+        step(model, optimizer, x)
+        before = model(x).detach()
+        write(param)
+        assert torch.equal(model.state_dict()[name], param.data)
+        assert not torch.equal(model(x).detach(), before)
+        param.data.fill_(1.0)
+    hightide.unwrap(model)
+
+
+class Scaled(nn.Module):
+    """Its logits are lazy, and are multiplied by what is loose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(vocab_size=11)
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.head = nn.Linear(SIZE, 11, bias=False)
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.nn.functional.cross_entropy(self.scale * self.head(x), labels)
+
+
+@pytest.mark.filterwarnings("ignore:.*logits:UserWarning")
+def test_what_is_beside_a_master_computes_with_tensors_of_other_kinds() -> None:
+    losses = []
+    for wraps in (False, True):
+        model = Scaled().bfloat16()
+        batch = {"x": torch.ones(4, SIZE, dtype=torch.bfloat16), "labels": torch.arange(4)}
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if wraps:
+            model, optimizer = hightide.wrap(model, optimizer, batch, limits=LIMITS)
+        for _ in range(2):
+            loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    torch.testing.assert_close(losses[2:], losses[:2], rtol=2**-7, atol=0.0)
+
+
+def test_a_copy_of_what_is_beside_a_master_is_an_ordinary_parameter() -> None:
+    model, _, _ = wrapped(torch.bfloat16)
+    for param in model.parameters():
+        copied = copy.deepcopy(param)
+        assert type(copied) is nn.Parameter and torch.equal(copied, param.data)
     hightide.unwrap(model)
