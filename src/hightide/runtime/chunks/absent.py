@@ -45,7 +45,7 @@ _CONVERSIONS = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "typ
 CONVERSIONS = {getattr(Tensor, name) for name in _CONVERSIONS}
 _DESCRIBE = {getattr(Tensor, name) for name in METHODS}
 _DESCRIBE |= {torch.is_complex, torch.is_floating_point, torch.numel, torch._has_compatible_shallow_copy_type}
-_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_VALUES = {getattr(Tensor, name).__get__ for name in VALUES} | {_SET_DATA}
 
 _NAN_BYTES = 8  # room for any dtype
@@ -104,30 +104,18 @@ class NotedParameter(nn.Parameter):
 
     hightide_inside: type[nn.Parameter]  # what it is while its block runs
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, AbsentParameter) for kind in types):
-            return NotImplemented  # that one raises
-        if others := tuple(kind for kind in types if not issubclass(kind, NotedParameter)):
-            return _by_others(others, func, args, kwargs or {})
-        with Disabled():
-            return args[0].detach() if func == _GET_DATA else func(*args, **kwargs or {})
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _SET_DATA(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied: nn.Parameter = super().__deepcopy__(memo)
         copied.__class__ = self.hightide_inside
         return copied
-
-
-def _by_others(kinds: tuple[type, ...], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What torch would have asked if the parameter were an ordinary one, such as lazy logits."""
-    for kind in kinds:
-        result = kind.__torch_function__(func, kinds, args, kwargs)  # type: ignore[attr-defined]
-        if result is not NotImplemented:
-            return result
-    return NotImplemented
 
 
 def absent_class(original: type, names: Mapping[int, str], told: str = REFUSAL) -> type[nn.Parameter]:
