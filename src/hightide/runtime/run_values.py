@@ -136,7 +136,7 @@ class RunValues:
         those that are `wanted`. Updates that are still under way belong to it. One at a time."""
         self.check_values()
         self.lanes.check()
-        self.chunks.binding.check()
+        self.chunks.binding.check(range(len(self.chunks.specs)))
         if self.performer.updating.saving is not None:
             raise Refused("a checkpoint of this model is still being read; wait for it, or close it, before the next")
         with uninterrupted:

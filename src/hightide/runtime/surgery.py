@@ -52,7 +52,8 @@ class Wrapped:
         if not is_inside:
             run.check_values()
             run.executor.promises.check_weights("weights are read")
-            run.chunks.binding.check()
+            keys = [run.keys[id(param)] for param in self.parameters() if id(param) in run.keys]
+            run.chunks.binding.check({run.chunks.places[key][0] for key in keys})
         with deferred:
             with Disabled():  # it detaches parameters that are absent
                 values = super().state_dict(*args, **kwargs)  # type: ignore[misc]

@@ -9,7 +9,7 @@ Nothing is stored on the parameter itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -155,11 +155,11 @@ class Binding:
     def check_loose(self) -> None:
         self._check(self._loose)
 
-    def check(self) -> None:
-        """All that are on the GPU: before their values are taken from there."""
-        self._check([spec.index for spec in self._chunks.specs if not self._chunks.placed[spec.index].is_streamed])
+    def check(self, chunks: Iterable[int]) -> None:
+        """Those of these that are on the GPU: before their values are taken from there."""
+        self._check(chunk for chunk in chunks if not self._chunks.placed[chunk].is_streamed)
 
-    def _check(self, chunks: Sequence[int]) -> None:
+    def _check(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:
             for bound in self._views(chunk, None).bound:
                 with Disabled():
