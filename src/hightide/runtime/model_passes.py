@@ -74,6 +74,7 @@ class ModelPasses:
                 return self._evaluate(original, args, kwargs)
             original = partial(run.caches.call, run.model, original)
             self._check_call(kwargs)
+            run.executor.promises.check_forward()  # else a larger batch would be planned for before it is refused
             self._check_batch(Arguments(args, kwargs))
             if run.observer is not None and run.observer.is_watching and not run.executor.has_open_forward:
                 return watched_pass(run, run.observer, original, args, kwargs)

@@ -36,7 +36,7 @@ class Model(nn.Module):
 def wrapped(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
     model, x = Model().to(dtype), torch.ones(4, SIZE, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    model, optimizer = hightide.wrap(model, optimizer, x, limits=LIMITS, **options)
+    model, optimizer = hightide.wrap(model, optimizer, x, **{"limits": LIMITS} | options)
     return model, optimizer, x
 
 
@@ -123,6 +123,20 @@ def test_weights_are_nobodys_between_an_update_in_backward_and_step(dtype: torch
     optimizer.zero_grad()
     assert torch.equal(model.get_parameter(name).data, model.state_dict()[name])
     step(model, optimizer, x)
+    hightide.unwrap(model)
+
+
+def test_a_larger_batch_before_step_changes_nothing() -> None:
+    """It is refused like any forward there, and not planned for: weights stay nobody's, wherever they would be then."""
+    model, optimizer, x = wrapped(update="in_backward", limits=hightide.Limits(gpu="100KiB", host="8MiB"))
+    step(model, optimizer, x)
+    backward(model, x)
+    plan = hightide.stats(model).plan
+    with pytest.raises(Refused, match=r"between backward and optimizer.step\(\)"):
+        model(torch.ones(300, SIZE))
+    with pytest.raises(Refused, match=r"between backward and optimizer.step\(\)"):
+        model.get_parameter("scale").norm()
+    assert hightide.stats(model).plan is plan
     hightide.unwrap(model)
 
 
