@@ -17,11 +17,12 @@ from hightide.checkpoint.files.manifest import NAME
 from hightide.checkpoint.files.names import GONE, TMP, parse_name
 from hightide.checkpoint.files.verified import verified_tensors
 from hightide.checkpoint.fitting import OF_MASTERS, OPTIMIZER, Checkpoint, StateKey
-from hightide.checkpoint.training import STEP, Group, OptimizerState
+from hightide.checkpoint.training import STEP, TRAINING, Group, OptimizerState
 from hightide.ir.foreign import kind_of, shown
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
+TRAINER_STATE = "trainer_state.json"  # of transformers, which need not be there
 
 
 def optimizer_state_dict(folder: str | Path) -> dict[str, Any]:
@@ -74,16 +75,23 @@ def chosen(path: Path) -> Path:
     newest = next((index for index, one in enumerate(there) if one.is_whole), None)
     if newest is not None:
         for one in there[:newest]:
+            problem = "is of the plain Trainer" if _is_plain(one.path) else f"is damaged: {shown(one.problem)}"
             warnings.warn(
-                f"{shown(one.path)} is damaged: {shown(one.problem)}; {shown(there[newest].path)} is taken instead",
+                f"{shown(one.path)} {problem}; {shown(there[newest].path)} is taken instead",
                 stacklevel=3,
             )
         return there[newest].path
-    if there:
-        raise refusal(there[0].path, shown(there[0].problem))
+    if ours := next((one for one in there if not _is_plain(one.path)), None):
+        raise refusal(ours.path, shown(ours.problem))
     if path.is_dir() and parse_name(path.name) is not None:
         raise refusal(path, f"it has no {NAME}")
     raise ValueError(f"there is no whole checkpoint in {shown(path)}; name a folder in which hightide.save has saved")
+
+
+def _is_plain(path: Path) -> bool:
+    """Of transformers' Trainer, whose folders have the same names."""
+    names = NAME, TRAINING
+    return (path / TRAINER_STATE).is_file() and not any((path / name).is_file() for name in names)
 
 
 def load_torch_file(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> dict[str, Any]:

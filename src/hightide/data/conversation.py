@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from typing import Any
 
@@ -21,8 +21,10 @@ TOOLS, TOOL_CALLS = "tools", "tool_calls"
 _ASKS_DATE = "strftime_now"  # what transformers lets templates call
 # A template that writes each part of a content by its type. Others write text that is given as one.
 _PARTS = re.compile(r"""(\[["']type["']\]|\.type)\s*==\s*["']text["']""")
-# A template that writes what a function is called with as JSON: text that is JSON already would get quotes around it.
+# A template that writes what a function is called with as JSON: text that is JSON already would get quotes around it,
+# unless the template asks for that itself.
 _WRITES_JSON = re.compile(r"""arguments["'\]\s]*\|\s*tojson""")
+_TAKES_TEXT = re.compile(r"""arguments["'\]\s]*\bis\s+(not\s+)?(string|mapping)\b""")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -37,7 +39,7 @@ class Conversations:
             self._given[_ASKS_DATE] = today.strftime
         self._has_template, self._writes_tools = template is not None, TOOLS in str(template)
         self._writes_calls = TOOL_CALLS in str(template)
-        self._writes_json = _WRITES_JSON.search(str(template)) is not None
+        self._writes_json = _WRITES_JSON.search(str(template)) is not None and _TAKES_TEXT.search(str(template)) is None
         self._looks_into_parts = _PARTS.search(str(template)) is not None
         self._is_marked = isinstance(template, str) and _MARKED.search(template) is not None
 
@@ -103,8 +105,9 @@ class Conversations:
                 continue
             before = self._written(turns[:index], where, begins_turn=True) if index else self._begin(turns, text, where)
             behind = self._written(turns[: index + 1], where) if index + 1 < len(turns) else text
-            if not text.startswith(behind) and (ended := _with_its_end(turn["content"], behind)):
-                behind = before + ended
+            if not text.startswith(behind):
+                ends = _with_their_ends(turn["content"], behind.removeprefix(before))
+                behind = next((before + end for end in ends if text.startswith(before + end)), behind)
             if not behind.startswith(before) or not text.startswith(behind):
                 raise ValueError(
                     f"{where}: the chat template writes turn {index + 1} in another way when more follow, so what the "
@@ -156,7 +159,7 @@ def _checked(messages: object, where: str) -> list[dict[str, Any]]:
     if isinstance(messages, str):
         try:
             messages = json.loads(messages)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: messages are {quoted(messages)}, which is no JSON list of turns") from error
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'{where}: messages are {quoted(messages)}; they must be a list of {{"role", "content"}}')
@@ -199,11 +202,13 @@ def _with_mapping(call: Any) -> Any:
     return {**call, "arguments": given} if isinstance(given, dict) else call
 
 
-def _with_its_end(content: object, written: str) -> str:
-    """Of a turn that was written last: its content, with what follows it there. Nothing where this is not known."""
-    words = content.strip() if isinstance(content, str) else ""
-    _, found, end = written.rpartition(words) if words else ("", "", "")
-    return words + end if found and end else ""
+def _with_their_ends(content: object, written: str) -> Iterator[str]:
+    """Of a turn as it was written last: its content, with what follows it there. The end may have the same words in it,
+    and a template may leave spaces out."""
+    given = content if isinstance(content, str) else ""
+    for words in dict.fromkeys((given, given.strip())):
+        places = [found.end() for found in re.finditer(re.escape(words), written)] if words.strip() else []
+        yield from (words + written[place:] for place in places[::-1] if place < len(written))
 
 
 def _as_text(turns: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
@@ -228,7 +233,7 @@ def _checked_tools(tools: object, where: str) -> list[Any] | None:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: {TOOLS} are {quoted(tools)}, which is no JSON list of functions") from error
     if not tools:
         return None

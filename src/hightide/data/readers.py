@@ -26,13 +26,14 @@ ROW_FILES = (".jsonl", ".ndjson", ".csv", ".parquet")  # of a folder not read, w
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 COMPRESSED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
 GZIP_BEGINS = b"\x1f\x8b"
-LFS_BEGINS = b"version https://git-lfs.github.com/"
+LFS_BEGINS, LFS_BYTES = b"version https://git-lfs.github.com/", 1024  # a pointer is shorter
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # of a folder of text files
 PIECE_BYTES = 1 << 20  # of a text file, about
 CHARACTER_BYTES = 4  # of UTF-8, at most
 MAX_ROW_BYTES = 1 << 28  # of a line
 ROWS_AT_ONCE = 1000
 NEVER_FILL = ("role", "content")  # each message has them: what is missing there is told
+MESSAGE_DEPTH = 2  # of mappings: in a list, in a column
 
 Progress = Callable[[float], None]  # the share that is read
 
@@ -74,10 +75,11 @@ def read_rows(path: Path, progress: Progress, most_bytes: int | None = None) -> 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader]:
     with open_regular(path, "data file") as raw, open(raw.fileno(), "rb", closefd=False) as file:
-        begins = file.peek(len(LFS_BEGINS))
+        begins = file.peek(LFS_BYTES)
         if begins.startswith(GZIP_BEGINS):
             raise ValueError(f"{shown(path)} is compressed: gunzip it first, it lacks the ending .gz")
-        if begins.startswith(LFS_BEGINS):  # as text it would be learned
+        is_short = os.fstat(file.fileno()).st_size < LFS_BYTES
+        if is_short and begins.startswith(LFS_BEGINS) and b"\noid " in begins:  # as text it would be learned
             raise ValueError(f"{shown(path)} is a pointer of Git LFS, without the file itself; get it: git lfs pull")
         yield file
 
@@ -290,6 +292,8 @@ def _parquet(path: Path, progress: Progress) -> Iterator[Row]:
         from pyarrow import ArrowInvalid, parquet  # of `datasets`
     except ImportError as error:
         raise ValueError(f"{shown(path)} {MISSING}") from error
+    with _opened(path):  # whatever else it may be
+        pass
     try:
         file = parquet.ParquetFile(path)
     except (ArrowInvalid, OSError) as error:
@@ -342,10 +346,11 @@ def _first_line(error: Exception) -> str:
 def _without_fill(row: dict[str, Any]) -> dict[str, Any]:
     """Tables have one set of keys for all mappings of a column: each mapping has the keys of all others too, without
     values. They are not of the data, and templates would write them."""
-    return {name: _as_given(value) for name, value in row.items()}
+    return {name: _as_given(value, 1) for name, value in row.items()}
 
 
-def _as_given(value: Any) -> Any:
+def _as_given(value: Any, depth: int) -> Any:
     if isinstance(value, dict):
-        return {name: _as_given(one) for name, one in value.items() if one is not None or name in NEVER_FILL}
-    return [_as_given(one) for one in value] if isinstance(value, list) else value
+        kept = NEVER_FILL if depth == MESSAGE_DEPTH else ()  # deeper, an argument may be called so
+        return {name: _as_given(one, depth + 1) for name, one in value.items() if one is not None or name in kept}
+    return [_as_given(one, depth + 1) for one in value] if isinstance(value, list) else value

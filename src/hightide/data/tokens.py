@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hightide.data.conversation import ASSISTANT, TOOLS, Conversations, check_characters, roles_of
+from hightide.data.other_forms import as_messages, instead_of_alpaca
 from hightide.data.readers import Row
 from hightide.ir.foreign import quoted, shown
 from hightide.ir.units import counted
@@ -120,7 +121,7 @@ def tokenize(
     follows a prompt, or what the assistant says, and nothing else. `column`: where plain text is, if not in `text`.
     `date`: what a chat template takes for today; None: today."""
     collected = _Collected()
-    rest = iter(rows)
+    rest = (_in_our_form(row, column) for row in rows)
     first = next(rest, None)
     if first is None:
         raise ValueError(f"{source} has no rows; give data with at least one")
@@ -179,6 +180,13 @@ def _chained(first: Row, rest: Iterator[Row]) -> Iterator[Row]:
     yield from rest
 
 
+def _in_our_form(row: Row, column: str | None) -> Row:
+    """Columns that a row has under our names are taken, and it may have others beside them."""
+    is_pair = PROMPT in row.fields and COMPLETION in row.fields
+    is_ours = column is not None or is_pair or MESSAGES in row.fields or TEXT in row.fields
+    return row if is_ours else as_messages(row, MESSAGES)
+
+
 def _kind_of(row: Row, column: str | None) -> RowKind:
     if column is not None:
         if column not in row.fields:
@@ -190,9 +198,10 @@ def _kind_of(row: Row, column: str | None) -> RowKind:
         return RowKind.PAIRS
     if TEXT in row.fields:
         return RowKind.TEXT
+    remedy = instead_of_alpaca(row.fields) or "Rename its columns, or name the one with the text: --column NAME"
     raise ValueError(
         f"{row.where}: a row has {TEXT}, or {PROMPT} and {COMPLETION}, or {MESSAGES}; this one has "
-        f"{_names(row.fields)}. Rename its columns, or name the one with the text: --column NAME"
+        f"{_names(row.fields)}. {remedy}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,17 @@ def test_a_newest_one_that_is_not_whole_is_told_and_named_where_there_is_no_othe
             ValueError, match=r"step-4 is damaged: training.json has 2 bytes.*no whole checkpoint beside"
         ):
             read()
+
+
+def test_folders_of_the_plain_trainer_beside_checkpoints_are_not_called_damaged(saved: Path) -> None:
+    model, optimizer = pair(seed=1)
+    plain = saved.parent / "checkpoint-9"
+    plain.mkdir()
+    (plain / "trainer_state.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"checkpoint-9 is of the plain Trainer; .*step-2 is taken instead"):
+        assert hightide.load(model, optimizer, saved.parent).step == 2
+    shutil.rmtree(saved)
+    refused(saved.parent, model, optimizer, "there is no whole checkpoint in .*; name a folder in which hightide.save")
 
 
 def test_random_numbers_go_on(saved: Path) -> None:

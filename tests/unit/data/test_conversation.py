@@ -77,6 +77,10 @@ def test_earlier_turns_that_a_template_writes_without_thoughts_are_learned_as_it
     made = tokenizer(THINKING)
     ids, flags = Conversations(made, completions_only=True).tokens(TURNS, "here")
     assert said(made, ids, flags) == ["yes: é<end>", "<think></think>of men<end>"]
+    for short in ("d", "end", "<end>", " a", "role"):  # as the end is, or the turn's beginning
+        turns = [*TURNS[:2], {"role": "assistant", "content": short}, *TURNS[3:]]
+        ids, flags = Conversations(made, completions_only=True).tokens(turns, "here")
+        assert said(made, ids, flags)[0] == f"{short}<end>"
     thoughtful = [*TURNS[:2], {"role": "assistant", "content": "a moon</think>yes"}, *TURNS[3:]]
     with pytest.raises(ValueError, match=r"here: the chat template writes turn 3 in another way"):
         Conversations(made, completions_only=True).tokens(thoughtful, "here")
@@ -96,6 +100,7 @@ def test_words_that_begin_a_turn_are_not_learned_of_the_first_one_either() -> No
         (STRICT, TURNS, r"line 7: the chat template does not take these messages: only users may speak"),
         ("own", [{"role": "user", "content": "\ud83d"}], r"line 7: its text has \\ud83d, half of a character"),
         ("own", "hello", r"line 7: messages are 'hello', which is no JSON list"),
+        ("own", f"[{'9' * 5000}]", r"line 7: messages are '\[9+.*, which is no JSON list"),  # too many for int
         ("own", [], r"line 7: messages are \[\]; they must be a list"),
         ("own", [{"role": "user"}], r"line 7: a message is \{'role': 'user'\}; each has a role and a content"),
     ],
@@ -160,6 +165,8 @@ def test_arguments_that_are_json_get_no_quotes_around_them() -> None:
         ("| tojson", {"a": 1}, '{"a": 1}'),
         ("| tojson", "tide", '"tide"'),
         ("", '{"a":1}', '{"a":1}'),  # by a template that takes text
+        ("if call.arguments is string else call.arguments | tojson", '{"a":1.0}', '{"a":1.0}'),  # or asks
+        ("if call['arguments'] is not mapping else call['arguments'] | tojson", '{"a":1.0}', '{"a":1.0}'),
     ):
         made = tokenizer(calling.replace("WRITTEN", written))
         for one in ({"name": "f", "arguments": arguments}, {"function": {"name": "f", "arguments": arguments}}):

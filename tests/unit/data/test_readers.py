@@ -14,6 +14,7 @@ import pytest
 from hightide.data import readers
 from hightide.data.readers import Row, read_rows
 
+LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
 ROWS = [{"prompt": "a, b\nc", "completion": "é"}, {"prompt": "d", "completion": "e"}]
 
 
@@ -88,8 +89,9 @@ def test_lines_of_json_may_be_called_json(tmp_path: Path) -> None:
         ),
         ("a.jsonl.gz", b"\x1f\x8b\x08", r"a.jsonl.gz is compressed: gunzip it first"),
         ("a.jsonl", b"\x1f\x8b\x08", r"a.jsonl is compressed: gunzip it first, it lacks the ending"),
-        ("a.txt", "version https://git-lfs.github.com/spec/v1\noid", r"a.txt is a pointer of Git LFS.*: git lfs pull"),
+        ("a.txt", LFS_POINTER, r"a.txt is a pointer of Git LFS.*: git lfs pull"),
         ("a.parquet", "text", r"a.parquet is no Parquet file"),
+        ("a.parquet", LFS_POINTER, r"a.parquet is a pointer of Git LFS.*: git lfs pull"),
         ("a.docx", "text", r"a.docx is of no known format"),
     ],
 )
@@ -100,6 +102,13 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, name: str, conten
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         rows_of(path)
+
+
+def test_text_that_begins_like_a_pointer_of_git_lfs_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    for text in (LFS_POINTER.partition("oid")[0] + "is what such a file begins with", LFS_POINTER + "\n" + "x" * 1000):
+        path.write_text(text)
+        assert [row.fields["text"] for row in rows_of(path)] == [text]
 
 
 def test_what_is_not_there_or_has_no_end_is_refused(tmp_path: Path) -> None:
@@ -149,7 +158,7 @@ CALLS = [
         "messages": [{"role": "user", "content": "a"}],
     },
     {
-        "tools": [{"name": "g", "properties": {"b": {"type": "text", "any": ["x"]}}}],
+        "tools": [{"name": "g", "properties": {"b": {"type": "text", "any": ["x"]}, "content": {"type": "text"}}}],
         "messages": [{"role": "assistant", "content": None, "calls": [{"name": "g", "arguments": {"b": 1}}]}],
     },
 ]

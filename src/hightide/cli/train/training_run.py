@@ -328,9 +328,10 @@ class TrainingRun:
     def peaks(self) -> list[TierPeak]:
         stats = hightide.stats(self.model)
         plan, forecast, measured = stats.plan, stats.forecast, stats.peak_bytes
+        for_saves = (stats.save_told_bytes or 0) if stats.save_peak_bytes else 0  # in what was measured too
         peaks = [
             TierPeak("accelerator", plan.gpu_limit_bytes, forecast.gpu_bytes, measured["gpu"]),
-            TierPeak("host", plan.host_limit_bytes, forecast.host_peak_bytes, measured["host"]),
+            TierPeak("host", plan.host_limit_bytes, forecast.host_peak_bytes + for_saves, measured["host"]),
         ]
         if "disk" in measured:
             peaks.append(TierPeak("disk", plan.disk_limit_bytes, forecast.disk_peak_bytes, measured["disk"]))

@@ -33,9 +33,10 @@ from hightide.planner.predict.simulator import Simulated, simulate, simulated_st
 from hightide.planner.problem import Problem
 from hightide.planner.waiting import micro_batch_of
 
+NO_BYTES = Affine()
+
 # Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
 # updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, "Bookkeeping of Python".
-NO_BYTES = Affine()
 ISSUE_FACTOR = 1.35
 
 # Read and written by the thread that runs the model while it gathers rows of a table on the host (on two cores: 10e9).

@@ -19,6 +19,7 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
 from hightide.ir.refusal import Refused
+from hightide.runtime.other_optimizer import refuse_other_optimizer
 
 Disabled = torch._C.DisableTorchFunctionSubclass  # as a context: torch sees ordinary tensors
 METHODS = (
@@ -84,6 +85,7 @@ class AbsentParameter(nn.Parameter):
                 result = func(*args, **kwargs)
             if result is args[0] or isinstance(result, str):  # nothing to convert; or `p.type()`
                 return result
+        refuse_other_optimizer()
         absent = next(_absent((args, kwargs)))
         name = absent.hightide_names.get(id(absent), "?")
         raise Refused(refusal(_spoken(func), name, absent.hightide_refusal))

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from hightide.ir.refusal import Refused
 from hightide.runtime.gradients.gradient_values import GradientValues
+from hightide.runtime.other_optimizer import refuse_other_optimizer
 
 aten = torch.ops.aten
 
@@ -256,6 +257,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         leaves, _ = tree_flatten(value)
         for leaf in leaves:
             if isinstance(leaf, GradientPlaceholder):
+                refuse_other_optimizer()
                 raise Refused(
                     f"hightide keeps gradients in chunks, where {func} cannot change the gradient of {leaf._key!r}; "
                     "scale with p.grad.mul_(number), add with p.grad.add_(tensor), replace with p.grad = tensor, clip "
