@@ -157,15 +157,6 @@ CASES: dict[str, Case] = {
         280,
         "--model tiny --device cpu --gpu 1MiB --host 64MiB --sequences 2 --length 16",
     ),
-    "tests-new": _once(  # those that have changed since they ran
-        "pytest -q -n 10 --dist worksteal --timeout 200 -m 'gpu and not alone and not long'"
-        " tests/gpu/test_cuda_trainer_mixin.py tests/gpu/test_cuda_larger_batches.py tests/gpu/test_cuda_compiled.py"
-        " tests/gpu/test_cuda_loops.py tests/gpu/test_cuda_sharing.py tests/gpu/test_cuda_stores.py"
-        " tests/gpu/test_cuda_saving.py",
-        200,
-        330,
-        "--collect-only",
-    ),
     "tests-gpu": Case(
         "pytest -q -n 12 --dist worksteal --timeout 200 -m 'gpu and not alone and not long' tests/gpu",
         350,
@@ -350,7 +341,6 @@ FIGURES: dict[str, Figure] = {
     "1B, Trainer in 8 GiB / plain: logs off": Figure(
         "0.0001", 1e-4, False, ("trainer-parity",), value("logs_off"), "trainer"
     ),
-    "new GPU tests that fail": Figure("0", 0, False, ("tests-new",), value("failed"), "tests-new"),
     "GPU tests that fail": Figure("0", 0, False, ("tests-gpu",), value("failed"), "tests-gpu"),
     "GPU tests that time, that fail": Figure("0", 0, False, ("tests-alone",), value("failed"), "tests-alone"),
     "W1, 24 GiB, clipped / ZeRO-2": Figure("stated", 0, True, ("zero2", "w1-24-clip"), whole_ratio, "rivals"),
@@ -397,10 +387,10 @@ FIRST = {group: ("doctor",) for group in ("w1", "w1-clip")}  # cases of a group 
 
 # One call of 9.5 minutes each, the most valuable first: the first three are what half an hour of a GPU is for.
 CALLS: tuple[tuple[str, ...], ...] = (
-    ("w1-clip", "long", "tests-new"),
-    ("train-8b", "trainer"),
     ("qwen7", "kept"),
-    ("tests-gpu", "eager"),
+    ("train-8b", "trainer"),
+    ("w1-clip", "long", "eager"),
+    ("tests-gpu",),
     ("disk",),
     ("w1", "nccl", "1b"),
     ("disk-host", "w1-48"),

@@ -13,6 +13,7 @@ from hightide.rehearsal.rehearse import let_go, rehearse
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.filterwarnings("error:.*cannot be compiled")  # blocks that take less than torch.compile itself, too
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_rehearsal_measures_and_leaves_nothing(compile: bool) -> None:
     device = torch.device("cuda", 0)

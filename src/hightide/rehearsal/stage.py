@@ -45,6 +45,7 @@ STD = 0.02  # of weights: how much power a product takes, and so its speed, depe
 NO_LIMIT_BYTES = 1 << 60  # a tile of the loss counts its tokens as samples, each of which may be a long sequence
 HOST_BYTES = 1 << 20  # nothing is there
 ROOM = 4  # times what the plan needs: a rehearsal looks for the truth, it must not be refused
+COMPILER_BYTES = 256 << 20  # and what torch.compile takes to try kernels: a buffer as large as the GPU's cache (60 MiB)
 
 
 @dataclass(frozen=True)
@@ -219,4 +220,5 @@ def _plan(profile: ModelProfile, num_samples: int, activation: Activation) -> Pl
         selective=frozenset({0} if activation is Activation.SELECTIVE else ()),
     )
     plan = plan_by_hand(profile, candidate, Terms(NO_LIMIT_BYTES, NO_LIMIT_BYTES, Update.IN_BACKWARD))
-    return replace(plan, gpu_limit_bytes=ROOM * plan.forecast.gpu_peak_bytes, host_limit_bytes=HOST_BYTES)
+    limit_bytes = ROOM * plan.forecast.gpu_peak_bytes + COMPILER_BYTES
+    return replace(plan, gpu_limit_bytes=limit_bytes, host_limit_bytes=HOST_BYTES)
