@@ -56,7 +56,7 @@ class Executor:
     ) -> None:
         """`accumulate`: backwards that the user has promised before each step. `watchman`: of several ranks."""
         self.programs = {mode: Program(schedule) for mode, schedule in schedules.items()}
-        self.promises = Promises(self.programs, performer, update, accumulate, names)
+        self.promises = Promises(self.programs, performer, update, accumulate, names, flight.lanes)
         self.num_deviations = 0
         self._lanes, self._flight = flight.lanes, flight
         self._performer, self._chunks, self._gradients = performer, performer.chunks, performer.gradients

@@ -8,17 +8,26 @@ from collections.abc import Callable, Iterable, Mapping
 from hightide.ir.action import Mode, Op
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
+from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.schedule.program import Pass, Program
 
 
 class Promises:
     def __init__(
-        self, programs: Mapping[Mode, Program], performer: Performer, update: Update, accumulate: int, names: list[str]
+        self,
+        programs: Mapping[Mode, Program],
+        performer: Performer,
+        update: Update,
+        accumulate: int,
+        names: list[str],
+        lanes: Lanes,
     ) -> None:
-        """`accumulate`: backwards before each step. Updates in backward: as many exactly, and nobody looks between."""
+        """`accumulate`: backwards before each step. Updates in backward: as many exactly, and nobody looks between.
+        `lanes`: a step that is missing because one of them has failed is told as that failure."""
         self._programs, self._accumulate, self._names = programs, accumulate, names
         self._performer, self._gradients = performer, performer.gradients
+        self._lanes = lanes
         self._in_backward = update is Update.IN_BACKWARD
         self._num_backwards = 0  # of the present step
         self._was_told = False
@@ -71,6 +80,7 @@ class Promises:
     def check_forward(self) -> None:
         """Before a forward, whether it trains or not: it would see what updates have made of the weights. After a
         backward that has failed there is no plain result that it could differ from."""
+        self._lanes.check()
         if self.has_kept_backward:
             raise Refused(
                 "the model was called between backward and optimizer.step(), but it was wrapped with "
@@ -81,6 +91,7 @@ class Promises:
 
     def check_weights(self, what: str) -> None:
         """Before all weights are read or written."""
+        self._lanes.check()
         if self.has_kept_backward:
             raise Refused(
                 f"{what} between backward and optimizer.step(), but this model was wrapped with update='in_backward': "
