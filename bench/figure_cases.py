@@ -41,7 +41,7 @@ CASES: dict[str, Case] = {
     # W1
     "resident": Case(f"throughput.py {STEPS} --steps 10 --system resident --recompute --micro-batch 4", 50, 120),
     "w1-24": Case(f"throughput.py {STEPS} --steps 10 --gpu 24GiB --update in_backward", 115, 220),
-    "w1-24-clip": Case(f"throughput.py {STEPS} --steps 10 --gpu 24GiB --clip 1.0", 90, 180),
+    "w1-24-clip": Case(f"throughput.py {STEPS} --steps 10 --gpu 24GiB --clip 1.0 --lanes 6", 115, 200),
     "w1-24-nccl": Case(f"throughput.py {STEPS} --steps 10 --gpu 24GiB --update in_backward --collectives", 110, 200),
     "w1-48": Case(f"throughput.py {STEPS} --steps 10 --gpu 48GiB --update in_backward", 100, 180),
     "w1-trainer": Case(

@@ -28,12 +28,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import floors
+import lane_times
 import lane_trace
 import plans
 import torch
@@ -64,6 +65,7 @@ class System:
     model: nn.Module
     wrapped: bool
     optimizer: Any = None  # hightide's
+    norms: list[Tensor] = field(default_factory=list)  # hightide's, of each step that was clipped
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -104,6 +106,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--trace", help="write a Chrome trace of two more steps")
     add("--record", help="hightide: write the second of two more steps as a timeline, for `hightide simulate`")
+    add("--lanes", type=int, default=0, metavar="STEPS", help="hightide: lanes of as many steps, told beside found")
     add("--floors", action="store_true", help="hightide: measure each lane alone too, after the steps")
     add("--label", help="name of the run in the table")
     return parser.parse_args(argv)
@@ -175,6 +178,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "compile": compile,
         "step_s": total_s / options.steps,
         "event_s": summary(marks.seconds()),
+        "each_event_s": marks.seconds(),
+        "each_norm": [norm.item() for norm in system.norms[options.warmup :][: options.steps]],
         "synced_s": summary(synced_s),
         "setup_s": setup_s,
         "first_steps_s": warm_s,
@@ -194,6 +199,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result |= {"recompute": options.recompute, "micro_batch": options.micro_batch}
     if options.floors and system.wrapped:
         result["floors"] = floors.measure(run_of(system.model), result["moved_bytes_per_step"])
+    if options.lanes and system.wrapped:
+        result["lanes"] = lane_times.measure(system.model, steps, options.lanes)
     if options.record and system.wrapped:
         with hightide.record(system.model) as recording:
             steps(2)
@@ -281,17 +288,21 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
     if options.save_plan:
         hightide.stats(model).plan.save(options.save_plan)
 
+    norms: list[Tensor] = []
+
     def step(tokens: Tensor) -> Tensor:
         for part in tokens.chunk(options.calls):
             loss = model(input_ids=part, labels=part).loss / options.calls
             loss.backward()
         if options.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip))
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach() * options.calls
 
-    return System(step, lambda: run_of(model).executor.wait_for_updates(), model, wrapped=True, optimizer=optimizer)
+    return System(
+        step, lambda: run_of(model).executor.wait_for_updates(), model, wrapped=True, optimizer=optimizer, norms=norms
+    )
 
 
 def _states_on_disk(options: argparse.Namespace) -> hightide.Plan:
