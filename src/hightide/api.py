@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ def wrap(
     that waits for another one gives up after `timeout_s`.
     """
     with _among_ranks(device, group, timeout_s) as (place, collectives):
-        asked = Asked.of(
+        asked = Asked(
             model,
             optimizer,
             batch,
@@ -90,33 +91,15 @@ def wrap_again(
     batch: Batch,
     before: Plan,
     *,
-    limits: Limits | None = None,
-    micro_batch: int | None = None,
-    update: str = "deferred",
-    gradients: str = "float32",
-    compile: bool = False,
     device: str | torch.device | None = None,
-    blocks: BlockChoice | None = None,
-    accumulate: Calls = 1,
+    **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """As `wrap`, for a run that goes on: with the plan that it had `before`, which was made for all that is asked here
     too. Where that cannot be used, another is made, which a warning tells; of several ranks all do the same. Unlike a
-    plan that is given, it gives way to another where a larger batch comes."""
+    plan that is given, it gives way to another where a larger batch comes. `options`: of `wrap`."""
     with _among_ranks(device, None, Patience.timeout_s) as (place, collectives):
-        asked = Asked.of(
-            model,
-            optimizer,
-            batch,
-            limits=limits,
-            micro_batch=micro_batch,
-            update=update,
-            gradients=gradients,
-            compile=compile,
-            device=place,
-            blocks=blocks,
-            accumulate=accumulate,
-            ranks_on_node=_ranks_on_node(collectives),
-        )
+        on_node = _ranks_on_node(collectives)
+        asked = Asked(model, optimizer, batch, device=place, ranks_on_node=on_node, **options)
         return wrap_model(asked, collectives, before)
 
 
@@ -202,7 +185,7 @@ def plan(
     accumulate: Calls = 1,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
-    asked = Asked.of(
+    asked = Asked(
         model,
         optimizer,
         batch,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -33,83 +34,61 @@ Calls = int | Literal["auto"]  # of a step
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """The arguments of `wrap`, in our own words."""
+    """The arguments of `wrap`. Checked: each by itself, and that none says other than a plan that is given."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    rule: Rule  # of the optimizer
     batch: Batch
-    limits: Limits
-    plan: Plan | None  # that the user brings
-    micro_batch: int | None
-    update: Update
-    gradients: GradientDtype
-    compile: bool
+    _: KW_ONLY
     device: torch.device
-    blocks: BlockChoice | None
-    accumulate: Calls
+    limits: Limits | None = None
+    plan: Plan | None = None  # that the user brings
+    micro_batch: int | None = None
+    update: str = Update.DEFERRED
+    gradients: str = GradientDtype.FLOAT32
+    compile: bool = False
+    blocks: BlockChoice | None = None
+    accumulate: Calls = 1
     ranks_on_node: int = 1  # which divide its memory and disks
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batch: Batch,
-        *,
-        limits: Limits | None,
-        plan: Plan | None = None,
-        micro_batch: int | None,
-        update: str,
-        gradients: str,
-        compile: bool,
-        device: torch.device,
-        blocks: BlockChoice | None,
-        accumulate: Calls,
-        ranks_on_node: int = 1,
-    ) -> Asked:
-        """Checked: each by itself, and that none says other than a plan that is given."""
+    def __post_init__(self) -> None:
+        plan = self.plan
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"plan is {kind_of(plan)}; pass a Plan, such as hightide.Plan.load('plan.json')")
-        if limits is not None and not isinstance(limits, Limits):
-            raise ValueError(f"limits is {kind_of(limits)}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
-        limits = limits or Limits()
-        if plan is not None and ((limits.gpu, limits.host) != (None, None) or micro_batch is not None):
+        if self.limits is not None and not isinstance(self.limits, Limits):
+            raise ValueError(f"limits is {kind_of(self.limits)}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
+        limits = self.bounds
+        if plan is not None and ((limits.gpu, limits.host) != (None, None) or self.micro_batch is not None):
             raise ValueError(
                 "plan= already fixes limits and micro_batch; pass either plan= or these, not both (of limits, only "
                 "disk=: a plan does not say in which folder)"
             )
-        rule = rule_for(check_fresh(model, optimizer))
-        timing = timing_of(update)
+        rule_for(check_fresh(self.model, self.optimizer))
+        timing = timing_of(self.update)
         if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
             raise ValueError(
-                f"update={update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with it"
+                f"update={self.update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with "
+                "it"
             )
-        check_accumulate(accumulate, plan)
-        rounding = gradient_dtype(gradients)
+        check_accumulate(self.accumulate, plan)
+        rounding = gradient_dtype(self.gradients)
         if plan is not None and rounding not in (GradientDtype.FLOAT32, plan.gradients):
             raise ValueError(
-                f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new "
-                "plan"
+                f"gradients={self.gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a "
+                "new plan"
             )
         check_disks(limits.disks)
-        refuse_nested(tensors(flatten_call(*call_arguments(batch))[0]), "a tensor of the batch")
-        return cls(
-            model=model,
-            optimizer=optimizer,
-            rule=rule,
-            batch=batch,
-            limits=limits,
-            plan=plan,
-            micro_batch=micro_batch,
-            update=timing,
-            gradients=rounding,
-            compile=compile,
-            device=device,
-            blocks=blocks,
-            accumulate=accumulate,
-            ranks_on_node=ranks_on_node,
-        )
+        refuse_nested(tensors(flatten_call(*call_arguments(self.batch))[0]), "a tensor of the batch")
+
+    @property
+    def bounds(self) -> Limits:
+        """The limits; those that were left out are open."""
+        return self.limits or Limits()
+
+    @cached_property
+    def rule(self) -> Rule:
+        """Of the optimizer."""
+        return rule_for(self.optimizer)
 
     @property
     def cuts(self) -> bool:
@@ -119,18 +98,18 @@ class Asked:
     @property
     def disks(self) -> tuple[DiskLimit, ...]:
         """What this rank has of them."""
-        return tuple(DiskLimit(disk.path, disk.num_bytes // self.ranks_on_node) for disk in self.limits.disks)
+        return tuple(DiskLimit(disk.path, disk.num_bytes // self.ranks_on_node) for disk in self.bounds.disks)
 
     def terms(self) -> Terms:
         """Of a plan that is to be made, with what is free now where the user has left a limit open."""
-        gpu_bytes, host_bytes = memory_limits(self.limits, self.device, self.model, self.optimizer, self.ranks_on_node)
+        gpu_bytes, host_bytes = memory_limits(self.bounds, self.device, self.model, self.optimizer, self.ranks_on_node)
         return Terms(
             gpu_bytes=gpu_bytes,
             host_bytes=host_bytes,
-            update=self.update,
+            update=timing_of(self.update),
             micro_batch=self.micro_batch,
             states=self.rule.states,
-            gradients=self.gradients,
+            gradients=gradient_dtype(self.gradients),
             disk_bytes=sum(disk.num_bytes for disk in self.disks),
             accumulate=1 if self.accumulate == "auto" else self.accumulate,
             in_parts=in_parts(self.rule, self.optimizer),

@@ -30,7 +30,7 @@ def plan_again(before: Plan, asked: Asked, profiled: Profiled, collectives: Coll
         num_samples, most = profiled[0].num_samples, before.num_samples * before.accumulate
         if asked.cuts and num_samples > most:
             raise ValueError(f"it holds steps of {most} samples, and a step has {num_samples}")
-        check_still_fits(before, asked.limits, asked.device, asked.model, asked.optimizer, asked.ranks_on_node)
+        check_still_fits(before, asked.bounds, asked.device, asked.model, asked.optimizer, asked.ranks_on_node)
 
     def posed() -> tuple[Problem, Solution]:
         problem = estimated_problem(profiled[0], asked.device, terms, asked.disks, nodes)

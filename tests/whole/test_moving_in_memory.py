@@ -114,19 +114,7 @@ def test_what_the_process_has_beside_the_model_is_told_on_a_gpu(monkeypatch: pyt
     plan = hightide.plan(model, torch.optim.AdamW(model.parameters()), torch.ones(2, 64))
     assert plan.profile is not None and plan.forecast.process_bytes == 0
     monkeypatch.setattr(wrapping, "resident_bytes", lambda: 7 * 2**20 + values_bytes)
-    asked = Asked.of(
-        model,
-        optimizer,
-        torch.ones(2, 64),
-        limits=None,
-        micro_batch=None,
-        update="deferred",
-        gradients="float32",
-        compile=False,
-        device=torch.device("cuda"),
-        blocks=None,
-        accumulate=1,
-    )
+    asked = Asked(model, optimizer, torch.ones(2, 64), device=torch.device("cuda"))
     told = wrapping._moving_in(Solution.of(plan.profile, plan), asked).plan
     assert told.forecast.process_bytes == 7 * 2**20
     assert "beside it 7.0 MiB of the process: Python, torch, code" in told.explain()
