@@ -50,7 +50,8 @@ from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import search
 from hightide.process import files
 from hightide.process.system import return_freed_memory
-from hightide.rehearsal.rehearse import rehearse
+from hightide.profiler.model.model_profile import profile_calls
+from hightide.rehearsal.rehearse import measure_costs
 
 HERE = Path(__file__).parent
 EVERY = {**FORECASTS, **PLANS}
@@ -145,9 +146,10 @@ def _rehearse(
     optimizer = torch.optim.AdamW(model.parameters())
     started_s = time.perf_counter()
     batch = {"input_ids": tokens, "labels": tokens}
-    found = rehearse(model, optimizer, batch, device=device, compile=compile, micro_batches=sorted(sizes))
+    profile, probed, records = profile_calls(model, optimizer, batch, device=None, runs_on=device, source=None)
+    costs = measure_costs(profile, probed, records, optimizer, device, compile, sorted(sizes))
     print(f"# rehearsed {model_name}, {sequences} x {length}: {time.perf_counter() - started_s:.1f} s", flush=True)
-    return found
+    return profile, costs
 
 
 # -- measure ----------------------------------------------------------------------------------------------------------

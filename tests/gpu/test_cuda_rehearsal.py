@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import models
-from hightide.rehearsal.rehearse import let_go, rehearse
+from hightide.rehearsal.rehearse import let_go
+from unit.rehearsal.rehearsals import rehearse
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +24,7 @@ def test_a_rehearsal_measures_and_leaves_nothing(compile: bool) -> None:
     torch.mm(*(torch.ones(8, 8, device=device, dtype=torch.bfloat16) for _ in range(2)))  # workspaces stay
     let_go(device)
     before_bytes = torch.cuda.memory_allocated(device)
-    _, costs = rehearse(model, optimizer, batch, device=device, compile=compile, micro_batches=[2, 6])
+    _, costs = rehearse(model, optimizer, batch, device=device, compile=compile, sizes=[2, 6])
     # Each stream and thread that multiplies has a workspace, and keeps it.
     assert torch.cuda.memory_allocated(device) - before_bytes < 100 * 2**20
     layer, peaks = costs.calls[1], costs.peaks[1]
@@ -52,7 +53,7 @@ def test_a_layer_of_8b_shape_takes_seconds() -> None:
     tokens = torch.randint(128256, (8, 2048))
     started_s = time.perf_counter()
     _, costs = rehearse(
-        model, optimizer, {"input_ids": tokens, "labels": tokens}, device=torch.device("cuda", 0), micro_batches=[1, 8]
+        model, optimizer, {"input_ids": tokens, "labels": tokens}, device=torch.device("cuda", 0), sizes=[1, 8]
     )
     assert time.perf_counter() - started_s < 10.0
     assert costs.calls[1].forward_s.at(8) > costs.calls[1].forward_s.at(1)

@@ -20,7 +20,7 @@ from hightide.checkpoint.files.names import GONE, TMP, parse_name
 from hightide.cli.train.run_folder import CHECKPOINTS
 from hightide.ir.codec import to_json
 from hightide.ir.foreign import KEPT, shown
-from hightide.ir.units import format_bytes
+from hightide.ir.units import clipped, format_bytes
 
 _HEADINGS = ("step", "loss", "size", "params", "age", "state", "plan")
 WHOLE, VERIFIED, DAMAGED, UNFINISHED = "whole", "verified", "damaged", "unfinished"
@@ -153,7 +153,7 @@ def _show(folder: Path, reports: list[CheckpointReport], console: Console) -> No
     left = max(len("plan"), console.width - sum(widths[:-1]) - 2 * len(widths[:-1]))
     for *cells, plan in rows:
         columns = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
-        console.print("  ".join((*columns, _cut(plan, left))), markup=False, soft_wrap=True)
+        console.print("  ".join((*columns, clipped(plan, left))), markup=False, soft_wrap=True)
     if len(reports) == 1:
         for file in reports[0].files:
             console.print(f"  {format_bytes(file.num_bytes):>9}  {file.name}", markup=False, soft_wrap=True)
@@ -172,10 +172,6 @@ def _cells(report: CheckpointReport) -> tuple[str, ...]:
         report.state,
         "-" if report.plan is None else shown(" ".join(report.plan.split())),
     )
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _count(number: int) -> str:

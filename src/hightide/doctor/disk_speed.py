@@ -10,7 +10,7 @@ import psutil
 
 from hightide.doctor.scratch_file import LARGE_BYTES, ScratchFile, in_order, rate, scattered, scratch_file
 from hightide.ir.machine import DISK_DEPTH, DISK_REQUEST_BYTES, Disk, SmallRequests
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly, format_bytes
 
 NUM_THREADS = 4  # with large requests
 SMALL_BYTES = (4 << 10, 32 << 10, 256 << 10)
@@ -65,7 +65,7 @@ class DiskTest:
             missing_bytes = needed_bytes - free_bytes
             raise ValueError(
                 f"--disk {self.folder}: {free_bytes} bytes are free and the measurement needs {needed_bytes}: "
-                f"{missing_bytes} bytes ({format_bytes(missing_bytes)}) are missing. Free them, name another folder, "
+                f"{exactly(missing_bytes)} are missing. Free them, name another folder, "
                 "or give a smaller --disk-bytes"
             )
 

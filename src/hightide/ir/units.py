@@ -43,9 +43,9 @@ def parse_bytes(value: int | str, name: str) -> int:
     return num_bytes
 
 
-def counted(number: int, what: str) -> str:
-    """1 -> '1 row', 2000 -> '2,000 rows'."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def counted(number: int, what: str, several: str = "") -> str:
+    """1 -> '1 row', 2000 -> '2,000 rows'. `several`: the plural, where it is not made with an s."""
+    return f"{number:,} {what if number == 1 else several or f'{what}s'}"
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -56,6 +56,16 @@ def format_bytes(num_bytes: int) -> str:
             break
         size /= 1024
     return f"{int(size)} B" if unit == "B" else f"{size:.{1 if abs(size) < 100 else 0}f} {unit}"
+
+
+def exactly(num_bytes: int) -> str:
+    """1536 -> '1536 bytes (1.5 KiB)'."""
+    return f"{num_bytes} bytes ({format_bytes(num_bytes)})"
+
+
+def clipped(text: str, width: int) -> str:
+    """Its beginning, where it is wider."""
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def format_seconds(seconds: float) -> str:

@@ -17,7 +17,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.tier import Tier
-from hightide.ir.units import format_bytes, format_seconds
+from hightide.ir.units import exactly, format_seconds
 from hightide.observe.watch import Watch
 from hightide.planner.disk_inputs import buffer_bytes, stored_bytes
 from hightide.planner.infeasible import InfeasiblePlan, TooFewSlots
@@ -147,7 +147,7 @@ class LargerBatches:
         other.verify()
         taken = other.peaks.gpu_peak_bytes if machine is None else needed_bytes(other.passes, other.peaks, machine)
         if taken > plan.gpu_limit_bytes:
-            raise InfeasiblePlan(f"it needs {_bytes(taken)} of the GPU", tier=Tier.GPU, num_bytes=taken)
+            raise InfeasiblePlan(f"it needs {exactly(taken)} of the GPU", tier=Tier.GPU, num_bytes=taken)
         places = stored_bytes(solution.profile, plan)
         for needed, there in (
             (other.peaks.disk_peak_bytes, solution.peaks.disk_peak_bytes),
@@ -155,7 +155,9 @@ class LargerBatches:
             *((room, places.get(call, 0)) for call, room in stored_bytes(profile, other.plan).items()),
         ):
             if needed > there:
-                raise InfeasiblePlan(f"block inputs on disk need {_bytes(needed)}, where the plan has {_bytes(there)}")
+                raise InfeasiblePlan(
+                    f"block inputs on disk need {exactly(needed)}, where the plan has {exactly(there)}"
+                )
         return other
 
     def _kept_free(self, profile: ModelProfile, more_bytes: int = 0) -> ModelProfile:
@@ -294,8 +296,8 @@ class LargerBatches:
             EVAL_MARGIN * (error.used_bytes + error.requested_bytes - run.gpu.outside_bytes - base_bytes)
         )
         reason = (
-            f"an evaluation of {sizes} needs {_bytes(wanted_bytes)} of the GPU at least, beside {_bytes(base_bytes)} "
-            f"that the plan always has there, of {_bytes(run.plan.gpu_limit_bytes)}"
+            f"an evaluation of {sizes} needs {exactly(wanted_bytes)} of the GPU at least, beside {exactly(base_bytes)} "
+            f"that the plan always has there, of {exactly(run.plan.gpu_limit_bytes)}"
         )
         fixed = self._kept_from_making_room()
         found = None if self._problem is None or fixed else self._leaner(wanted_bytes)
@@ -348,7 +350,3 @@ class LargerBatches:
 
 def _slower(plan: Plan) -> str:
     return f"forecast to take {format_seconds(plan.forecast.step_s)} a step" if plan.forecast.step_s else "as before"
-
-
-def _bytes(num_bytes: int) -> str:
-    return f"{num_bytes} bytes ({format_bytes(num_bytes)})"

@@ -20,7 +20,7 @@ import torch
 from hightide.ir.action import Op
 from hightide.ir.plan import Update
 from hightide.ir.tier import Lane
-from hightide.ir.units import format_bytes, format_seconds
+from hightide.ir.units import exactly, format_seconds
 from hightide.observe.timing import WARM_STEPS, Measured, StepTimes, lanes_off
 from hightide.planner.advice.correct import (
     Factors,
@@ -226,7 +226,7 @@ class Watch:
         corrected = with_more_memory(self.problem, self._run.plan, shortage)
         expected = begun_bytes(self._solution.passes.last, self.problem.machine, shortage.num_ticks)
         reason = (
-            f"the GPU needs {_bytes(shortage.needed_bytes)} at least, where {_bytes(expected)} were forecast"
+            f"the GPU needs {exactly(shortage.needed_bytes)} at least, where {exactly(expected)} were forecast"
             f"{self._wider(shortage.factors)}"
         )
         try:
@@ -235,7 +235,7 @@ class Watch:
         except InfeasiblePlan as refusal:
             message = f"{refusal}"
             if corrected.kept_free_bytes:
-                message += f"; {_bytes(corrected.kept_free_bytes)} of it are kept free for what blocks do not explain"
+                message += f"; {exactly(corrected.kept_free_bytes)} of it are kept free for what blocks do not explain"
             if must:
                 raise InfeasiblePlan(f"{reason}; {message}", refusal.moment, refusal.tier, refusal.num_bytes) from None
             warnings.warn(f"{reason}. The plan stays: {message}", stacklevel=3)
@@ -338,7 +338,3 @@ class Watch:
 
     def _say(self, text: str) -> None:
         warnings.warn(text, stacklevel=5)
-
-
-def _bytes(num_bytes: int) -> str:
-    return f"{num_bytes} bytes ({format_bytes(num_bytes)})"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hightide.ir.machine import UPDATE_BYTES, UPDATE_TRAFFIC_BYTES, Disk, Host, Machine, SmallRequests, Speeds
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
+from hightide.ir.units import counted
 
 _TRAFFIC = {
     Lane.H2D: 1.0,
@@ -37,7 +38,7 @@ def machine_of_rank(machine: Machine, gpus: int, nodes: int = 1) -> Machine:
 
 
 def _counted(nodes: int, gpus: int) -> str:
-    return f"{nodes} node{'' if nodes == 1 else 's'} of {gpus} GPU{'' if gpus == 1 else 's'}"
+    return f"{counted(nodes, 'node')} of {counted(gpus, 'GPU')}"
 
 
 def machine_of_plan(machine: Machine, plan: Plan) -> Machine:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile, Selective, Work
@@ -18,35 +18,15 @@ from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
 from hightide.planner.loss_tiles import loss_tile_tokens
 from hightide.planner.predict.estimate import FUSED_SHARE, GLUE_S
 from hightide.process.progress import doing
-from hightide.profiler.model.block_finder import BlockChoice
-from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.hooks import no_global_hooks
-from hightide.profiler.model.model_profile import profile_calls
 from hightide.profiler.probe.probe_record import CallRecord
 from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.rehearsal.device import memory_rate, update_rate
 from hightide.rehearsal.stage import LossTile, RehearsedCall, Stage
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, load_factor, time_laps
-from hightide.runtime.blocks.compiled import MAX_SHAPES, SELECTIVE_BUDGET
+from hightide.runtime.blocks.compiled import SELECTIVE_BUDGET
 
 NONE = Curve(())
-
-
-def rehearse(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    *,
-    device: torch.device,
-    compile: bool = False,
-    micro_batches: Sequence[int] | None = None,
-    blocks: BlockChoice | None = None,
-) -> tuple[ModelProfile, Costs]:
-    """The model may be on the meta device, and is not touched. `micro_batches`: sizes to measure; None: one sample, a
-    quarter of the batch, and all of it. Needs memory for one block with its activations. Which blocks may be split is
-    told by shapes here: nothing is trained."""
-    profile, probed, records = profile_calls(model, optimizer, batch, blocks, device=None, runs_on=device, source=None)
-    return profile, measure_costs(profile, probed, records, optimizer, device, compile, micro_batches)
 
 
 def measure_costs(
@@ -56,15 +36,10 @@ def measure_costs(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     compile: bool,
-    micro_batches: Sequence[int] | None = None,
+    sizes: Sequence[int],
 ) -> Costs:
-    """Of a model that was profiled already."""
-    if probed.failure:
-        raise ValueError(
-            f"the model cannot be rehearsed: it does not run without values ({probed.failure}), and blocks alone would "
-            "get others; plan it without a rehearsal"
-        )
-    sizes = _sizes(profile.num_samples, micro_batches, compile)
+    """The model may be on the meta device, and is not touched. `sizes`: of micro-batches, the largest last."""
+    assert not probed.failure, "blocks alone would get other values than those that it asks for"
     cuda = device.type == "cuda"
     with _quietly(device) as device:
         rehearsal = _Rehearsal(profile, sizes, device, compile, memory_rate(device))
@@ -135,20 +110,6 @@ def let_go(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def _sizes(num_samples: int, micro_batches: Sequence[int] | None, compile: bool) -> list[int]:
-    if micro_batches is None:
-        return sorted({1, -(-num_samples // 4), num_samples})
-    sizes = sorted(set(micro_batches))
-    if not sizes or sizes[0] < 1 or sizes[-1] > num_samples:
-        raise ValueError(
-            f"micro_batches={list(micro_batches)}, but the batch has {num_samples} samples; name sizes from 1 to "
-            f"{num_samples}"
-        )
-    if compile and len(sizes) > MAX_SHAPES:
-        raise ValueError(f"micro_batches={list(micro_batches)}: a block is compiled for {MAX_SHAPES} sizes at most")
-    return sizes
-
-
 def _parts(profile: ModelProfile, probed: ProbeResult, records: Sequence[CallRecord]) -> list[RehearsedCall]:
     """One of each kind, by kind."""
     classes = Counter(type(block.module).forward for block in probed.blocks)
@@ -185,7 +146,7 @@ class _Found:
 @dataclass(frozen=True)
 class _Rehearsal:
     profile: ModelProfile
-    sizes: list[int]
+    sizes: Sequence[int]
     device: torch.device
     compile: bool
     memory_bytes_per_s: float

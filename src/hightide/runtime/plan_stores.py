@@ -11,7 +11,7 @@ from hightide.ir.chunk import DISK_REGION_BYTES
 from hightide.ir.limits import DiskLimit
 from hightide.ir.plan import Forecast
 from hightide.ir.tier import Tier
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly, format_bytes
 from hightide.planner.disk_inputs import stored_bytes
 from hightide.planner.lower import modes_beside
 from hightide.planner.predict.peaks import peaks, reserved_bytes
@@ -55,7 +55,7 @@ def _disk_store(solution: Solution, disks: Sequence[DiskLimit]) -> DiskStore | N
         return None
     if needed_bytes > limit_bytes:
         raise ValueError(
-            f"the plan keeps {needed_bytes} bytes ({format_bytes(needed_bytes)}) on disk, and the folders of "
+            f"the plan keeps {exactly(needed_bytes)} on disk, and the folders of "
             f"Limits(disk=...) may have {limit_bytes} ({format_bytes(limit_bytes)}); give it a folder with as much: "
             f"limits=hightide.Limits(disk='/folder:{needed_bytes}')"
         )

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from hightide.ir.units import counted
 from hightide.shard.issued import Issued, LaneLog
 from hightide.shard.signs import OUTSIDE, Fault, Position, Sign, Standstill, Wait
 from hightide.shard.users_thread import Outside, frame_of, line_of, outside
@@ -58,7 +59,7 @@ class OwnRank:
         """Which parameters a rank means, in the name of a collective: ranks that have called step() unequally often
         differ, and ranks of which one evaluates."""
         steps = self.calls["step()"]
-        return f"{', of an evaluation,' if self.is_evaluating else ''} after {steps} step{'' if steps == 1 else 's'}"
+        return f"{', of an evaluation,' if self.is_evaluating else ''} after {counted(steps, 'step')}"
 
     # ---- collectives
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hightide.ir.chunk import DISK_REGION_BYTES
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly, format_bytes
 
 SECTOR_BYTES = DISK_REGION_BYTES
 TRIES = 8  # transfers in a row that may move nothing of a whole sector
@@ -164,7 +164,7 @@ def _check_room(folder: Path, descriptor: int, num_bytes: int) -> None:
 
 def _too_little(folder: Path, num_bytes: int, free_bytes: int, reason: str) -> str:
     return (
-        f"{folder}: {num_bytes} bytes ({format_bytes(num_bytes)}) cannot be set aside, {free_bytes} bytes "
+        f"{folder}: {exactly(num_bytes)} cannot be set aside, {free_bytes} bytes "
         f"({format_bytes(free_bytes)}) are free: {reason}. Free some, name another folder, or ask for less"
     )
 

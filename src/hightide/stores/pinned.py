@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly
 from hightide.process.forks import Birthplace
 from hightide.stores.host_arena import HostArena
 from hightide.stores.store import ALIGN_BYTES, Region
@@ -67,7 +67,7 @@ class PinnedArena(HostArena):
             self._unpin.atexit = False
             return
         warnings.warn(
-            f"{self._pinned_bytes} bytes ({format_bytes(self._pinned_bytes)}) of host memory could not be pinned "
+            f"{exactly(self._pinned_bytes)} of host memory could not be pinned "
             f"(CUDA error {status}): copies to and from the GPU will be slower and will not overlap. Raise the limit "
             "of locked memory (ulimit -l), or lower Limits(host=...)",
             stacklevel=2,

@@ -17,6 +17,7 @@ from hightide.ir.limits import Limits
 from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
+from hightide.ir.units import counted
 from hightide.loading.first_values import first_values
 from hightide.loading.initial import lacks_values
 from hightide.optim.registry import rule_for
@@ -193,8 +194,8 @@ class SideBySide:
         run = subject.run
         assert run is not None
         num_micro = -(-run.plan.num_samples // run.plan.micro_batch)
-        steps = _counted(len(self._loop.batches), "step", "steps")
-        text = f"{steps}, {_counted(num_micro, 'micro-batch', 'micro-batches')}, {self._spoken(case)}"
+        steps = counted(len(self._loop.batches), "step")
+        text = f"{steps}, {counted(num_micro, 'micro-batch', 'micro-batches')}, {self._spoken(case)}"
         if self._has_dropout:
             text += ", random as it is" if with_dropout else ", without dropout"
         self.trained.append(text)
@@ -270,10 +271,6 @@ def _all_streamed(plan: Plan) -> Plan:
     widest = max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
     plan = replace(plan, loss_kept_tokens=0, loss_in_forward=False)
     return replace(plan, blocks=blocks, num_slots=2 * widest + 1, num_grad_slots=2 * widest + 1)
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine, Speeds, subsets
 from hightide.profiler.model.model_profile import profile_calls
-from hightide.rehearsal.rehearse import rehearse
 from hightide.rehearsal.stage import Stage, _plan
 from hightide.runtime.blocks import compiled
 from hightide.runtime.run import Run
 from unit.planner.profiles import forecast_of
+from unit.rehearsal.rehearsals import rehearse
 from waiting import OwnThreads
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def _heads(profile: ModelProfile) -> list[int]:
 def test_every_kind_of_call_is_measured_and_its_bytes_are_the_profiles(name: str, num_heads: int) -> None:
     """The profile's bytes come from tensors without values, by another way. A head is measured with the fused loss."""
     model, batch = models.ZOO[name]()
-    profile, costs = _rehearsed(model, batch, micro_batches=[2, 6])
+    profile, costs = _rehearsed(model, batch, sizes=[2, 6])
     calls, heads = _kinds(profile), _heads(profile)
     assert len(costs.calls) == len(costs.peaks) == len(calls)
     assert len(heads) == num_heads and (costs.loss is not None) == bool(heads)
@@ -212,16 +212,10 @@ def test_blocks_are_compiled_as_in_training(monkeypatch: pytest.MonkeyPatch) -> 
         return graph.forward
 
     monkeypatch.setattr(compiled.torch, "compile", lambda fn, **options: compile(fn, backend=backend, **options))
-    _, costs = rehearsed(*models.llama(), compile=True, micro_batches=[3, 6])
+    _, costs = rehearsed(*models.llama(), compile=True, sizes=[3, 6])
     torch._dynamo.reset()
     assert costs.source == "measured on the simulated accelerator, compiled"
     assert [shape[0] for shape in shapes] == [3, 6, 3, 6]  # recomputed and kept; norms and embeddings are not compiled
-
-
-@pytest.mark.parametrize("sizes", [[], [0], [7]])
-def test_sizes_beyond_the_batch_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(ValueError, match="the batch has 6 samples; name sizes from 1 to 6"):
-        rehearsed(*models.llama(), micro_batches=sizes)
 
 
 def test_a_tile_of_the_loss_of_very_long_sequences() -> None:
@@ -235,13 +229,3 @@ def test_a_tile_of_the_loss_of_very_long_sequences() -> None:
     alone = replace(profile, num_samples=8192, params=params, blocks=(block,), calls=(long,))
     assert _plan(alone, 8192, Activation.RECOMPUTE).gpu_limit_bytes > 2**40
     assert costs.loss is not None
-
-
-def test_a_model_that_cannot_be_probed_is_refused() -> None:
-    class Asks(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * float(x.sum())
-
-    model = nn.Sequential(nn.Linear(8, 8), Asks(8, 8))
-    with pytest.raises(ValueError, match="cannot be rehearsed: it does not run without values"):
-        rehearsed(model, torch.zeros(6, 8))

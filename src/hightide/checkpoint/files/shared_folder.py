@@ -21,7 +21,7 @@ from hightide.checkpoint.files.names import TMP
 from hightide.checkpoint.files.shared_file import SharedFile, Sum
 from hightide.ir.foreign import shown
 from hightide.ir.save_sizes import BLOCK_BYTES
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly
 from hightide.process.files import FULL
 
 VISIBLE_S = 15.0  # a network file system may show what another node has made so much later
@@ -135,7 +135,7 @@ class SharedFolder:
         free = ""
         if error.errno in FULL:
             free_bytes = filesystem.free_bytes(self._folder)
-            free = f", {free_bytes} bytes ({format_bytes(free_bytes)}) are free"
+            free = f", {exactly(free_bytes)} are free"
         return ValueError(
             f"{shown(self.path)} cannot be written by rank {self._rank}: {error.strerror} ({name}{free}). Earlier "
             "checkpoints are as they were"

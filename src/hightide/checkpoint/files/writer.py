@@ -30,7 +30,7 @@ from hightide.checkpoint.files.names import OLD, TMP, check_step, step_name
 from hightide.checkpoint.files.tensor_layout import Entry, header
 from hightide.ir.foreign import MAX_FILE_BYTES, quoted, shown
 from hightide.ir.save_sizes import BLOCK_BYTES
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly
 from hightide.process.files import FULL
 from hightide.stores.disk_file import SECTOR_BYTES
 
@@ -230,8 +230,8 @@ class CheckpointWriter:
         needed_bytes = self._needed_bytes
         free_bytes = filesystem.free_bytes(self._parent) if self._parent >= 0 else 0
         return (
-            f"{shown(self.path)} cannot be written: it needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), "
-            f"{free_bytes} bytes ({format_bytes(free_bytes)}) are free: {reason}. Earlier checkpoints are as they "
+            f"{shown(self.path)} cannot be written: it needs {exactly(needed_bytes)}, "
+            f"{exactly(free_bytes)} are free: {reason}. Earlier checkpoints are as they "
             "were; free some, keep fewer, or name another folder"
         )
 

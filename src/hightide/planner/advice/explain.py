@@ -15,7 +15,7 @@ from hightide.ir.passes import Passes
 from hightide.ir.plan import BlockPlan, Plan, Sharing, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
-from hightide.ir.units import counted, format_bytes
+from hightide.ir.units import clipped, counted, format_bytes
 from hightide.planner.chunk_place import Buffer
 from hightide.planner.disk_inputs import buffer_bytes as input_buffer_bytes
 from hightide.planner.disk_inputs import stored_bytes
@@ -68,7 +68,7 @@ def _memory(placement: Placement, peak: Peaks) -> list[str]:
         margin = f"{format_bytes(abs(limit - used))} {'free' if used <= limit else 'TOO MUCH'}"
         where = f"  at {moment}" if moment else ""
         row = f"  {tier:<5} peak {format_bytes(used):>10} of {format_bytes(limit):>10}  {margin:>18}{where}"
-        lines.append(_clip(row, WIDTH))
+        lines.append(clipped(row, WIDTH))
         if tier is Tier.GPU and forecast.gpu_reserved_bytes is not None:
             beside = format_bytes(forecast.gpu_reserved_bytes - forecast.gpu_peak_bytes)
             tensors = format_bytes(forecast.gpu_peak_bytes)
@@ -121,11 +121,11 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
         lines.insert(0, f"loop: {plan.accumulate} calls of {counted(plan.num_samples, 'sample')}, then step()")
     unsplit = Counter(call.note or "?" for call in profile.calls if not call.splittable)
     for note, count in unsplit.items():
-        text = f"  {count} call{'s' if count > 1 else ''} unsplit: {note}"
+        text = f"  {counted(count, 'call')} unsplit: {note}"
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     tiled = Counter(", ".join(call.tiled) or profile.blocks[call.block].name for call in profile.calls if call.tiled)
     for parts, count in tiled.items():
-        text = f"  {count} call{'s' if count > 1 else ''} with tiles of tokens, for the length of a sample: {parts}"
+        text = f"  {counted(count, 'call')} with tiles of tokens, for the length of a sample: {parts}"
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     if profile.vocabulary:
         kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
@@ -186,11 +186,11 @@ def _table(profile: ModelProfile, placement: Placement) -> list[str]:
         rows.append((_range_of(names), *key))
     widths = [10, 6, 6, 11, 6]
     name_width = WIDTH - sum(widths[1:]) - 2 * 4
-    head = _clip(f"block in {prefix.removesuffix('.')}" if prefix else "block", name_width)
+    head = clipped(f"block in {prefix.removesuffix('.')}" if prefix else "block", name_width)
     lines = [f"{head:<{name_width}}" + "".join(f"  {n:<{w}}" for n, w in zip(_COLUMNS, widths[1:], strict=True))]
     for name, *cells in rows:
         cell_text = "".join(f"  {cell:<{w}}" for cell, w in zip(cells, widths[1:], strict=True))
-        lines.append(f"{_clip(name, name_width):<{name_width}}{cell_text}".rstrip())
+        lines.append(f"{clipped(name, name_width):<{name_width}}{cell_text}".rstrip())
     return lines
 
 
@@ -248,7 +248,7 @@ def _activations(profile: ModelProfile, placement: Placement) -> list[str]:
     rest = "" if not {"in part", "swap"} & used.keys() else " (of a part, the rest is computed again)"
     lines = [f"activations, from forward to backward{rest}:"]
     for level, count in used.items():
-        number = f"{count} block{'s' if count > 1 else ''}:"
+        number = f"{counted(count, 'block')}:"
         lines.append(f"  {level:<10} {number:<11} {_MEANINGS[level].format(format_bytes(held[level]))}")
     return lines
 
@@ -282,7 +282,7 @@ def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
 
 def _precision(profile: ModelProfile, placement: Placement) -> list[str]:
     rows = precisions(profile, placement)
-    return ["precision:", *(_clip(f"  {name:<14} {text}", WIDTH) for name, text in rows.items())]
+    return ["precision:", *(clipped(f"  {name:<14} {text}", WIDTH) for name, text in rows.items())]
 
 
 def _names(dtypes: Iterable[str]) -> str:
@@ -317,7 +317,3 @@ def _traffic(profile: ModelProfile, plan: Plan, passes: Passes) -> list[str]:
         if inputs:
             lines.append(f"  of each {format_bytes(inputs)} block inputs")
     return lines
-
-
-def _clip(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -13,7 +13,7 @@ from hightide.ir.block import DTYPE_BYTES
 from hightide.ir.chunk import GRAD_BYTES
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
-from hightide.ir.units import format_bytes, parse_bytes
+from hightide.ir.units import counted, format_bytes, parse_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Problem
 from hightide.planner.search.nearby import fits, least_disk_bytes, nearby_step_s, why_not
@@ -196,7 +196,7 @@ def _batch_of(num_samples: int, problem: Problem, circumstances: Circumstances) 
     options = [f"--sequences {per_step}"] + ([f"--calls {terms.accumulate}"] if terms.accumulate > 1 else [])
     if terms.micro_batch is not None and terms.micro_batch > num_samples:
         options.append(f"--micro-batch {num_samples}")
-    text = f"{per_step} sample{'s' if per_step > 1 else ''} per step"
+    text = f"{counted(per_step, 'sample')} per step"
     return Change(text, "" if circumstances.has_own_batch else " ".join(options))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from hightide.ir.machine import Machine
 from hightide.ir.tier import Tier
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly
 from hightide.planner.infeasible import InfeasiblePlan, growth
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.trials import Trials
@@ -34,7 +34,7 @@ def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
     assert needed, f"this fits, and the search has not found it: {candidate}"
     tier = next(iter(needed))
     moment = trials.peaks(candidate).by_tier[tier][1]  # at which the tier needs most
-    missing = " and ".join(f"{_bytes(size - limits[one])} are missing on the {one}" for one, size in needed.items())
+    missing = " and ".join(f"{exactly(size - limits[one])} are missing on the {one}" for one, size in needed.items())
     others = "".join(f", or {_limits(other)}" for other, _ in found[1:])
     return InfeasiblePlan(
         f"no plan fits {_given(limits)}: {missing}{f', the most during {moment}' if moment else ''}; "
@@ -78,14 +78,10 @@ def _does_with_less(one: Mapping[Tier, int], other: Mapping[Tier, int]) -> bool:
 
 
 def _given(limits: dict[Tier, int]) -> str:
-    memory = f"{_bytes(limits[Tier.GPU])} of GPU and {_bytes(limits[Tier.HOST])} of host memory"
-    return memory + (f" and {_bytes(limits[Tier.DISK])} of disk" if limits[Tier.DISK] else "")
+    memory = f"{exactly(limits[Tier.GPU])} of GPU and {exactly(limits[Tier.HOST])} of host memory"
+    return memory + (f" and {exactly(limits[Tier.DISK])} of disk" if limits[Tier.DISK] else "")
 
 
 def _limits(sizes: dict[Tier, int]) -> str:
     texts = {tier: f"'FOLDER:{size}'" if tier is Tier.DISK else str(size) for tier, size in sizes.items()}
     return f"Limits({', '.join(f'{tier}={text}' for tier, text in texts.items())})"
-
-
-def _bytes(num_bytes: int) -> str:
-    return f"{num_bytes} bytes ({format_bytes(num_bytes)})"

@@ -6,7 +6,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly, format_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Terms
 from hightide.planner.search.candidate import Candidate
@@ -27,7 +27,7 @@ def _require(tier: Tier, needed_bytes: int, limit_bytes: int, moment: str) -> No
     if needed_bytes <= limit_bytes:
         return
     raise InfeasiblePlan(
-        f"this plan does not fit the {tier}: it needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), the "
+        f"this plan does not fit the {tier}: it needs {exactly(needed_bytes)}, the "
         f"limit is {limit_bytes} ({format_bytes(limit_bytes)}), {needed_bytes - limit_bytes} bytes "
         f"({format_bytes(needed_bytes - limit_bytes)}) are missing; choose less for it, or a larger Limits({tier}=...)",
         moment,

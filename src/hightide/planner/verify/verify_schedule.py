@@ -9,7 +9,7 @@ from hightide.ir.action import Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.passes import Passes
 from hightide.ir.tier import Tier
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly, format_bytes
 from hightide.planner.advice.remedy import remedy
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement
@@ -68,7 +68,7 @@ def _too_many(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str, change
     room = str(tier) if tier is Tier.DISK else f"{tier} memory"
     when = f"during {moment}" if moment else "from the beginning"
     return InfeasiblePlan(
-        f"the plan needs {peak_bytes} bytes ({format_bytes(peak_bytes)}) of {room} {when}, the limit is "
+        f"the plan needs {exactly(peak_bytes)} of {room} {when}, the limit is "
         f"{limit_bytes} ({format_bytes(limit_bytes)}): {peak_bytes - limit_bytes} bytes too many; use {change}, or "
         f"raise the plan's {tier}_limit_bytes",
         moment,

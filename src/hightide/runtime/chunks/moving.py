@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.ir.units import format_bytes
+from hightide.ir.units import exactly
 from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.solution import Solution
@@ -54,8 +54,8 @@ def check_room(run: Run) -> None:
     waiting, free = waiting_bytes(run.chunks.placed), free_host_bytes()
     if waiting > free:
         raise InfeasiblePlan(
-            f"moving the model to another plan takes {waiting} bytes ({format_bytes(waiting)}) of host memory for a "
-            f"while, and {free} bytes ({format_bytes(free)}) are free; wrap it again with a smaller Limits(gpu=...)"
+            f"moving the model to another plan takes {exactly(waiting)} of host memory for a "
+            f"while, and {exactly(free)} are free; wrap it again with a smaller Limits(gpu=...)"
         )
 
 
