@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -44,8 +45,21 @@ ROOM_ROUNDS = 8  # in which it is found how much to keep free for an evaluation
 EVAL_MARGIN = 1.1  # on what an evaluation had taken when it ran out: it had not ended
 
 
+class Larger(NamedTuple):
+    """A batch that is larger than all before."""
+
+    sizes: BatchSizes
+    profile: ModelProfile | None  # None: without values nothing can be known of it
+    where: str = ""  # " on rank 1", of several
+
+    def __str__(self) -> str:
+        return f"a batch of {self.sizes}{self.where}"
+
+
 class LargerBatches:
     """An Admission."""
+
+    _movers = "the model"  # to another plan
 
     def __init__(self, run: Run, solution: Solution, fixed: str = "") -> None:
         """`fixed`: why the plan must stay as it is; "": another may take its place."""
@@ -65,23 +79,41 @@ class LargerBatches:
         self._catch_up()
         before = str(run.batches)
         with shown("hightide plans for a larger batch"):
-            profile = self._profiled(batch)
-            if profile is None:
-                self._let_in_unknown(sizes)
+            found, why_not = self._of_all(batch, sizes)
+            known = [(one, one.profile) for one in found if one.profile is not None]
+            told = f"{'; '.join(map(str, found))}, where batches had up to {before}"
+            for one in found:
+                if one.profile is None:
+                    self._let_in_unknown(one.sizes)
+            if not known:
                 return
-            told = f"a batch of {sizes}, where batches had up to {before}"
-            is_held = self._is_held([profile])
-            if not is_held:
-                self._move_to(self._found(profile, told, self._kept_from_moving()), told)
-            self._remember(profile, sizes)
+            following = self._decided([profile for _, profile in known], told, why_not)
+            if following is not None:
+                self._move_to(following, told)
+            for one, profile in known:
+                self._remember(profile, one.sizes)
         took = format_seconds(time.perf_counter() - began_s)
-        if is_held:
+        if following is None:
             LOG.info("%s: the plan holds it, which took %s to find out", told, took)
             return
         self._say(
-            f"{told}. Planned again, and the model moved to the new plan, in {took}; results are the same. To do it "
-            f"once and for all, {LARGEST}"
+            f"{told}. Planned again, and {self._movers} moved to the new plan, in {took}; results are the same. To do "
+            f"it once and for all, {LARGEST}"
         )
+
+    def _of_all(self, batch: Arguments, sizes: BatchSizes) -> tuple[list[Larger], str]:
+        """What is larger than all before; and why the plan cannot be exchanged now."""
+        return [Larger(sizes, self._profiled(batch))], self._kept_from_moving()
+
+    def _decided(self, profiles: Sequence[ModelProfile], told: str, why_not: str) -> Searched | None:
+        """The plan that holds them too. None: the present one does."""
+        if self._is_held(profiles):
+            return None
+        before, self._profiles = self._profiles, [*profiles[1:], *self._profiles]
+        try:
+            return self._found(profiles[0], told, why_not)
+        finally:
+            self._profiles = before
 
     def _catch_up(self) -> None:
         """The first steps may have shown that blocks take more, and have led to another plan: see watch.py."""

@@ -15,22 +15,19 @@ them. What they know of batches is the same on all ranks, so the next question i
 from __future__ import annotations
 
 import json
-import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hightide.ir import codec
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.ir.refusal import RefusedArgument
-from hightide.ir.units import format_seconds
-from hightide.observe.larger_batches import LARGEST, LargerBatches
+from hightide.observe.larger_batches import LARGEST, Larger, LargerBatches
 from hightide.observe.ranked_watch import RankedWatch, no_room
 from hightide.observe.watch import Watch
-from hightide.planner.predict.estimate import estimate
 from hightide.planner.solution import Searched, Solution
-from hightide.process.progress import LOG, shown
 from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.call_tree import Arguments
 from hightide.runtime.run import Run
@@ -38,57 +35,18 @@ from hightide.shard.agreement import from_first, of_each
 from hightide.shard.collectives import Collectives
 
 
-class _Larger(NamedTuple):
-    """What a rank has that is larger than all before."""
-
-    rank: int
-    sizes: BatchSizes
-    profile: ModelProfile | None  # None: without values nothing can be known of it
-
-    def __str__(self) -> str:
-        return f"a batch of {self.sizes} on rank {self.rank}"
-
-
 class RankedLargerBatches(LargerBatches):
     """An Admission. All ranks call `admit`, whoever has the batch."""
+
+    _movers = "all ranks"
 
     def __init__(self, run: Run, solution: Solution, collectives: Collectives, fixed: str = "") -> None:
         super().__init__(run, solution, fixed)
         self._collectives = collectives
         self._is_first = collectives.ranks.rank == 0
 
-    def admit(self, batch: Arguments, sizes: BatchSizes) -> None:
-        began_s, run = time.perf_counter(), self._run
-        assert run.batches is not None
-        self._catch_up()
-        before = str(run.batches)
-        with shown("hightide plans for a larger batch"):
-            found, why_not = self._of_all(batch, sizes)
-            known = [one for one in found if one.profile is not None]
-            told = f"{'; '.join(map(str, found))}, where batches had up to {before}"
-            for one in found:
-                if one.profile is None:
-                    self._let_in_unknown(one.sizes)
-            if not known:
-                return
-            following = self._decided(known, told, why_not)
-            if following is not None:
-                self._check_room(told)
-                self._move_to(following, told)
-            for one in known:
-                assert one.profile is not None
-                self._remember(one.profile, one.sizes)
-        took = format_seconds(time.perf_counter() - began_s)
-        if following is None:
-            LOG.info("%s: the plan holds it, which took %s to find out", told, took)
-            return
-        self._say(
-            f"{told}. Planned again, and all ranks moved to the new plan, in {took}; results are the same. To do it "
-            f"once and for all, {LARGEST}"
-        )
-
-    def _of_all(self, batch: Arguments, sizes: BatchSizes) -> tuple[list[_Larger], str]:
-        """By rank; and why the plan cannot be exchanged now, on any of them."""
+    def _of_all(self, batch: Arguments, sizes: BatchSizes) -> tuple[list[Larger], str]:
+        """By rank; and why on any of them."""
         watchman = self._collectives.ranks.watchman
         assert watchman is not None and self._run.batches is not None
         is_larger = not self._run.batches.hold(sizes)
@@ -108,7 +66,11 @@ class RankedLargerBatches(LargerBatches):
         finally:
             watchman.doing = before
         found = [
-            _Larger(rank, _sizes(row["sizes"]), row["profile"] and codec.from_json(ModelProfile, row["profile"]))
+            Larger(
+                _sizes(row["sizes"]),
+                row["profile"] and codec.from_json(ModelProfile, row["profile"]),
+                f" on rank {rank}",
+            )
             for rank, row in enumerate(rows)
             if row["sizes"] is not None
         ]
@@ -122,22 +84,19 @@ class RankedLargerBatches(LargerBatches):
             )
         return why
 
-    def _decided(self, larger: list[_Larger], told: str, why_not: str) -> Searched | None:
-        """By the first rank, for all. None: the plan holds them."""
+    def _decided(self, profiles: Sequence[ModelProfile], told: str, why_not: str) -> Searched | None:
+        """By the first rank, for all."""
         found: Searched | None = None
-        profiles = [one.profile for one in larger if one.profile is not None]
+        alone = super()._decided
 
         def decide() -> str:
             nonlocal found
-            if self._is_held(profiles):
-                return json.dumps({})
-            before, self._profiles = self._profiles, [*profiles[1:], *self._profiles]
             try:
-                found = self._found(profiles[0], told, why_not)
+                found = alone(profiles, told, why_not)
             except RefusedArgument as refusal:
                 return json.dumps({"refusal": str(refusal)})
-            finally:
-                self._profiles = before
+            if found is None:
+                return json.dumps({})
             return json.dumps({"plan": codec.to_json(found.plan), "host": found.peaks.host_peak_bytes})
 
         decided = json.loads(from_first(self._collectives, "a plan for a larger batch", decide))
@@ -149,20 +108,16 @@ class RankedLargerBatches(LargerBatches):
 
     def _elsewhere(self, plan: Plan, host_peak_bytes: int) -> Searched:
         """What the first rank has found."""
-        problem = self._problem
-        assert problem is not None and plan.profile is not None
-        terms = problem.terms
-        if terms.micro_batch is not None:
-            terms = replace(terms, micro_batch=min(terms.micro_batch, plan.num_samples))
-        costs = estimate(plan.profile, problem.machine)
-        found = Searched.elsewhere(replace(problem, profile=plan.profile, costs=costs, terms=terms), plan)
+        assert plan.profile is not None
+        found = Searched.elsewhere(replace(self._posed(plan.profile), profile=plan.profile), plan)
         found.verify()
         return replace(found, peaks=replace(found.peaks, host_peak_bytes=host_peak_bytes))
 
-    def _check_room(self, told: str) -> None:
-        """Of the host, while values move: on all ranks, or nobody moves."""
+    def _move_to(self, found: Searched, told: str) -> None:
+        """Where all have memory of the host for it, while values move, or nobody does."""
         if problem := no_room(self._run):
             raise RefusedArgument(f"{told}: {problem}. Or {LARGEST}")
+        super()._move_to(found, told)
 
     def _watch(self, found: Searched) -> Watch:
         return RankedWatch(self._run, found, self._collectives)

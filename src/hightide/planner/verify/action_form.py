@@ -3,6 +3,8 @@ where, and how many bytes."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hightide.ir.action import TICK_OPS, Action, Op, Place
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
@@ -12,67 +14,54 @@ from hightide.planner.lookup import rows_bytes, sum_bytes
 from hightide.planner.placement import Placement
 from hightide.planner.waiting import away
 
-_LANES = {
-    Op.FETCH: Lane.H2D,
-    Op.UNSTASH: Lane.H2D,
-    Op.WRITE_BACK: Lane.D2H,
-    Op.STASH: Lane.D2H,
-    Op.LOOK_UP: Lane.H2D,
-    Op.SUM: Lane.CPU,
-    Op.SETTLE: Lane.CPU,
-    Op.READ: Lane.DISK_READ,
-    Op.WRITE: Lane.DISK_WRITE,
-    Op.GATHER: Lane.GATHER,
-    Op.REDUCE: Lane.REDUCE,
-}  # others: compute, and updates where the states are
-_WAYS: dict[Op, tuple[Tier | None, Tier | None]] = {
-    Op.FETCH: (Tier.HOST, Tier.GPU),
-    Op.UNSTASH: (Tier.HOST, Tier.GPU),
-    Op.WRITE_BACK: (Tier.GPU, Tier.HOST),
-    Op.STASH: (Tier.GPU, Tier.HOST),
-    Op.LOOK_UP: (Tier.HOST, Tier.GPU),
-    Op.EVICT: (Tier.GPU, None),
-    Op.CLEAR: (None, Tier.GPU),
-    Op.READ: (Tier.DISK, Tier.HOST),
-    Op.WRITE: (Tier.HOST, Tier.DISK),
-    Op.GATHER: (Tier.GPU, Tier.GPU),
-    Op.REDUCE: (Tier.GPU, Tier.GPU),
+_GPU, _HOST, _DISK = Tier.GPU, Tier.HOST, Tier.DISK
+_PARAM, _GRAD, _STATE = ChunkKind.PARAM, ChunkKind.GRAD, ChunkKind.STATE
+
+
+class _Form(NamedTuple):
+    lane: Lane = Lane.COMPUTE
+    source: Tier | None = None
+    target: Tier | None = None
+    kinds: tuple[ChunkKind | None, ...] = (None,)  # of chunks
+
+
+_FORMS = {
+    Op.FETCH: _Form(Lane.H2D, _HOST, _GPU, (_PARAM, _GRAD)),
+    Op.EVICT: _Form(source=_GPU, kinds=(_PARAM,)),
+    Op.CLEAR: _Form(target=_GPU, kinds=(_GRAD,)),
+    Op.WRITE_BACK: _Form(Lane.D2H, _GPU, _HOST, (_GRAD,)),
+    Op.LOOK_UP: _Form(Lane.H2D, _HOST, _GPU),
+    Op.SUM: _Form(Lane.CPU, kinds=(_GRAD,)),
+    Op.STASH: _Form(Lane.D2H, _GPU, _HOST),
+    Op.UNSTASH: _Form(Lane.H2D, _HOST, _GPU),
+    Op.UPDATE: _Form(kinds=(_STATE,)),  # on the lane of the tier where the states are
+    Op.SETTLE: _Form(Lane.CPU, kinds=(_STATE,)),
+    Op.READ: _Form(Lane.DISK_READ, _DISK, _HOST, (_PARAM, _GRAD, _STATE)),
+    Op.WRITE: _Form(Lane.DISK_WRITE, _HOST, _DISK, (_GRAD, _STATE)),
+    Op.GATHER: _Form(Lane.GATHER, _GPU, _GPU, (_PARAM,)),
+    Op.REDUCE: _Form(Lane.REDUCE, _GPU, _GPU, (_GRAD,)),
 }
-_KINDS = {
-    Op.FETCH: (ChunkKind.PARAM, ChunkKind.GRAD),
-    Op.EVICT: (ChunkKind.PARAM,),
-    Op.CLEAR: (ChunkKind.GRAD,),
-    Op.WRITE_BACK: (ChunkKind.GRAD,),
-    Op.SUM: (ChunkKind.GRAD,),
-    Op.UPDATE: (ChunkKind.STATE,),
-    Op.SETTLE: (ChunkKind.STATE,),
-    Op.READ: (ChunkKind.PARAM, ChunkKind.GRAD, ChunkKind.STATE),
-    Op.WRITE: (ChunkKind.GRAD, ChunkKind.STATE),
-    Op.GATHER: (ChunkKind.PARAM,),
-    Op.REDUCE: (ChunkKind.GRAD,),
-}
+_OF_TICKS = _Form()
+_OF_CALLS = frozenset({Op.STASH, Op.UNSTASH, Op.LOOK_UP, Op.SUM})
 
 
 def objection(profile: ModelProfile, placement: Placement, action: Action) -> str | None:
     """What is wrong with it, if anything."""
-    of_inputs = is_of_inputs(action)
-    if (
-        (action.op in _KINDS or action.op is Op.LOOK_UP)
-        and not of_inputs
-        and not 0 <= (-1 if action.chunk is None else action.chunk) < len(placement.chunks)
-    ):
+    form, of_inputs = _FORMS.get(action.op, _OF_TICKS), is_of_inputs(action)
+    is_of_chunk = (form.kinds != (None,) or action.op is Op.LOOK_UP) and not of_inputs
+    if is_of_chunk and not 0 <= (-1 if action.chunk is None else action.chunk) < len(placement.chunks):
         return f"names the chunk {action.chunk}; the plan has {len(placement.chunks)}"
-    is_of_call = action.op in (Op.STASH, Op.UNSTASH, Op.LOOK_UP, Op.SUM) or of_inputs
+    is_of_call = action.op in _OF_CALLS or of_inputs
     if is_of_call and not 0 <= (-1 if action.call is None else action.call) < len(profile.calls):
         return f"names the call {action.call}; the model has {len(profile.calls)}"
-    if action.kind not in _KINDS.get(action.op, (None,)) and not of_inputs:
+    if action.kind not in form.kinds and not of_inputs:
         return f"is about {action.kind}, which no {action.op} is"
     place = None if action.chunk is None else placement.chunks[action.chunk]
-    lane = _lane(action.op, place)
+    is_update = action.op is Op.UPDATE and place is not None and place.states is not Tier.GPU
+    lane = Lane.CPU if is_update else form.lane
     if action.lane is not lane:
         return f"is on the lane {action.lane}; it belongs on {lane}"
-    way = _tier(action.source), _tier(action.target)
-    if way != _WAYS.get(action.op, (None, None)):
+    if (_tier(action.source), _tier(action.target)) != (form.source, form.target):
         return f"goes from {action.source} to {action.target}, which is no way of a {action.op}"
     if action.op in (Op.LOOK_UP, Op.SUM) and not (place is not None and place.is_looked_up):
         return f"is about chunk {action.chunk}, which is used on the GPU"
@@ -85,12 +74,6 @@ def objection(profile: ModelProfile, placement: Placement, action: Action) -> st
 def is_of_inputs(action: Action) -> bool:
     """A READ or WRITE of what a call leaves for its backward, and not of a chunk."""
     return action.op in (Op.READ, Op.WRITE) and action.chunk is None and action.call is not None
-
-
-def _lane(op: Op, place: ChunkPlace | None) -> Lane:
-    if op is Op.UPDATE and place is not None and place.states is not Tier.GPU:
-        return Lane.CPU
-    return _LANES.get(op, Lane.COMPUTE)
 
 
 def _tier(place: Place | None) -> Tier | None:
