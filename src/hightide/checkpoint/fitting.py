@@ -21,7 +21,6 @@ from hightide.integrations.model_files import (
     TRAINED,
     first_names,
     has_adapters,
-    is_pretrained,
     model_files,
     tensors_of,
 )
@@ -30,6 +29,7 @@ from hightide.ir.foreign import quoted, shown
 from hightide.ir.state_spec import MASTER, REMAINDER
 from hightide.loading.tensor_file import ALL_DTYPES, StoredTensor, read_header
 from hightide.optim.optimizer import WrappedOptimizer
+from hightide.profiler.switches.caches import is_pretrained
 from hightide.runtime.chunks.homes import DTYPES
 from hightide.runtime.chunks.origin import Origin
 from hightide.runtime.run import Run

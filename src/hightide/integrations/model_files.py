@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hightide.loading.tensor_file import read_header
-from hightide.profiler.switches.caches import PRETRAINED
+from hightide.profiler.switches.caches import is_pretrained
 
 MODEL, ADAPTER, TRAINED = "model", "adapter_model", "trained"  # the files' names begin so; further adapters: FOLDER/...
 DEFAULT = "default"  # the adapter that PEFT writes without a folder of its own
@@ -81,10 +81,6 @@ def model_files(model: nn.Module, trained: Sequence[str] = ()) -> ModelFiles:
         return _of_transformers(model, tensors)
     names = first_names(tensors)
     return ModelFiles(tuple(_as_it_is(MODEL, name, name, tensors[name]) for name in names.values()))
-
-
-def is_pretrained(model: nn.Module) -> bool:
-    return any(kind.__name__ == PRETRAINED for kind in type(model).__mro__)
 
 
 def has_adapters(model: nn.Module) -> bool:

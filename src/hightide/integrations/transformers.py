@@ -12,7 +12,7 @@ from torch import nn
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.profiler.model.call_tree import Batch, call_arguments
 from hightide.profiler.switches import checkpointing
-from hightide.profiler.switches.caches import PRETRAINED
+from hightide.profiler.switches.caches import is_pretrained
 from hightide.profiler.switches.packed_positions import plain_positions
 from hightide.runtime.surroundings import AroundCall
 
@@ -26,7 +26,7 @@ def around_call(model: nn.Module) -> AroundCall | None:
     In every forward transformers asks the GPU whether positions show several sequences packed into one, and waits for
     the answer until the GPU has nothing left to do. One of the library's own models that is given tokens only makes
     consecutive positions: then the answer is known. Not where somebody else's code comes in between."""
-    inside = [module for module in model.modules() if any(one.__name__ == PRETRAINED for one in type(module).__mro__)]
+    inside = [module for module in model.modules() if is_pretrained(module)]
     if model not in inside or not all(_is_its_own(module) for module in inside):
         return None
     return functools.partial(_without_asking, inside)

@@ -118,16 +118,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _saved(self) -> dict[str, Any]:
         self._run.check_values()
         self._groups.now()
-        hooks = (  # torch reads `self.state` between the user's own hooks, which see and change the states themselves
-            self.register_state_dict_pre_hook(_pack),
-            self.register_state_dict_post_hook(_unpack, prepend=True),
-        )
+        # Torch reads `self.state` between the user's own hooks, which see and change the states themselves.
+        begin = self.register_state_dict_pre_hook(_pack)
         try:
-            saved = super().state_dict()
+            with begin, self.register_state_dict_post_hook(_unpack, prepend=True):
+                saved = super().state_dict()
         finally:
             self._packed = None
-            for hook in hooks:
-                hook.remove()
         saved = add_masters(saved, self._run, self._params(), self._updates.masters_differ)
         return saved if self._run.gets_whole else {}
 
@@ -156,15 +153,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if take_masters(given, self._run, self._params()):
                 self._updates.masters_differ = True
 
-        hooks = (
-            self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(fill, prepend=True),
-        )
-        try:
+        begin, end = self.register_load_state_dict_pre_hook, self.register_load_state_dict_post_hook
+        with begin(take), end(fill, prepend=True):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     # -- for checkpoints ------------------------------------------------------------------------------------------
 

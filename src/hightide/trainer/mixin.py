@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from hightide import api, asked
 from hightide.checkpoint.prepare import prepare_saves
 from hightide.data.buckets import INPUT_IDS, PadToBucket, bucket_lengths
-from hightide.integrations.model_files import is_pretrained
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Plan, Update
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.profiler.model.block_finder import BlockChoice
+from hightide.profiler.switches.caches import is_pretrained
 from hightide.shard.told import in_company
 from hightide.trainer import arguments, recut
 from hightide.trainer.checkpoint_mixin import CheckpointMixin, without_accelerate

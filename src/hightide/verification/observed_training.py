@@ -13,7 +13,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -167,15 +167,11 @@ def _watched(subject: ObservedTraining, blocks: tuple[str, ...], note: Note) -> 
             with subject.looking():
                 note(Key("output", f"{block or 'the model'}{part}{again}", now), tensor, 0.0)
 
-    handles = []
-    for block in blocks:
-        module = subject.model.get_submodule(block)
-        handles.append(module.register_forward_hook(lambda _, __, output, block=block: see(block, output)))
-    try:
+    with ExitStack() as hooks:
+        for block in blocks:
+            module = subject.model.get_submodule(block)
+            hooks.enter_context(module.register_forward_hook(lambda _, __, output, block=block: see(block, output)))
         yield begin
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _look_at_gradients(subject: ObservedTraining, loop: Loop, step: int, note: Note) -> None:

@@ -3,6 +3,7 @@ error (read [Note: dropout and plans] in runtime/blocks/rng.py), and nothing can
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,41 +29,31 @@ def drawing_blocks(model: nn.Module, blocks: tuple[str, ...], batch: Arguments) 
         if before[block].drawn():
             found[block] = None
 
-    handles = []
-    for block in blocks:
-        module = model.get_submodule(block)
-        handles.append(module.register_forward_pre_hook(lambda _, __, block=block: enter(block)))
-        handles.append(module.register_forward_hook(lambda _, __, ___, block=block: leave(block)))
-    try:
-        with torch.no_grad():
-            call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for block in blocks:
+            module = model.get_submodule(block)
+            hooks.enter_context(module.register_forward_pre_hook(lambda _, __, block=block: enter(block)))
+            hooks.enter_context(module.register_forward_hook(lambda _, __, ___, block=block: leave(block)))
+        call(model, batch)
     return list(found)
 
 
-def switch_off(model: nn.Module) -> int:
-    """Dropout, wherever a module or its configuration says how much of it there is; how many places were changed."""
+def switch_off(model: nn.Module) -> None:
+    """Dropout, wherever a module or its configuration says how much of it there is."""
     seen: set[int] = set()
-    changed = 0
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            changed += module.p > 0
             module.p = 0.0
-        changed += _clear(module)
+        _clear(module)
         config = getattr(module, "config", None)
         configs = [config, *(vars(config).values() if hasattr(config, "to_dict") else ())]
         for one in configs:
             if hasattr(one, "to_dict") and id(one) not in seen:
                 seen.add(id(one))
-                changed += _clear(one)
-    return changed
+                _clear(one)
 
 
-def _clear(owner: Any) -> int:
-    shares = [name for name, value in vars(owner).items() if isinstance(value, float) and 0 < value <= 1]
-    names = [name for name in shares if any(part in name for part in NAMES)]
-    for name in names:
-        setattr(owner, name, 0.0)
-    return len(names)
+def _clear(owner: Any) -> None:
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, float) and 0 < value <= 1 and any(part in name for part in NAMES):
+            setattr(owner, name, 0.0)

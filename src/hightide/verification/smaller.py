@@ -26,6 +26,7 @@ from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
 from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.model.samples import samples_along_first
 from hightide.profiler.model.survey import DoesNotRun
+from hightide.profiler.switches.caches import is_pretrained
 from hightide.verification.copies import copied_optimizer, twins_of
 from hightide.verification.observed_training import changed_batch
 
@@ -213,7 +214,7 @@ def _with_fewer_layers(task: SmallerTask) -> SmallerTask | None:
     model = task.model
     kind = type(model).__bases__[-1] if isinstance(model, Unloaded) else type(model)
     config: Any = getattr(model, "config", None)
-    if not any(one.__name__ == "PreTrainedModel" for one in kind.__mro__) or not hasattr(config, "to_dict"):
+    if not is_pretrained(model) or not hasattr(config, "to_dict"):
         return None
     config = copy.deepcopy(config)
     counts = list(_halved(config))

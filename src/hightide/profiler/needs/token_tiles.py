@@ -21,7 +21,7 @@ call runs eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,20 +293,15 @@ def _calls_inside(block: nn.Module, record: CallRecord) -> dict[str, list[CallRe
     calls: dict[str, list[CallRecord | None]] = {}
     whole = staying_whole(block)
     args, kwargs = unflatten([one.detach() if isinstance(one, Tensor) else one for one in record.leaves], record.tree)
-    handles = []
-    with users_hooks_aside(block), torch.no_grad():
-        try:
-            for name, inside in block.named_modules():
-                if inside is not block and name not in whole:
+    with users_hooks_aside(block), ExitStack() as hooks, torch.no_grad():
+        for name, inside in block.named_modules():
+            if inside is not block and name not in whole:
 
-                    def note(module: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
-                        calls.setdefault(name, []).append(_record(module, args, kwargs, result))
+                def note(module: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
+                    calls.setdefault(name, []).append(_record(module, args, kwargs, result))
 
-                    handles.append(inside.register_forward_hook(note, with_kwargs=True))
-            result = block.forward(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
+                hooks.enter_context(inside.register_forward_hook(note, with_kwargs=True))
+        result = block.forward(*args, **kwargs)
     if BLOCK not in whole:
         calls[BLOCK] = [_record(block, args, kwargs, result)]
     return calls

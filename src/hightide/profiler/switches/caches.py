@@ -25,9 +25,13 @@ from hightide.profiler.switches.packed_positions import asked_as_in_plain
 
 NAME = "use_cache"
 GIVEN = ("past_key_values", "cache_params")  # arguments with a cache that somebody else has made
-PRETRAINED = "PreTrainedModel"
 _CONFIGS = ("PreTrainedConfig", "PretrainedConfig")  # of transformers 5 and 4
 _MISSING = object()
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a model of transformers, which is not imported to know it."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
 class _Off(int):
@@ -149,8 +153,7 @@ def _entry(module: nn.Module) -> _Entry | None:
         return None
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     names = [entry.name for entry in parameters]
-    is_model = any(one.__name__ == PRETRAINED for one in type(module).__mro__)
-    if not is_model and not (NAME in names and hasattr(module, "config")):
+    if not is_pretrained(module) and not (NAME in names and hasattr(module, "config")):
         return None
     if NAME not in names:
         return _Entry(None, is_default=False, makes_cache=False)

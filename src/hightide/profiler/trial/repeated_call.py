@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,13 +185,11 @@ class RepeatedCall:
                 gradients[id(param)] = GradientSketch.of(param.grad, param)
             param.grad = None
 
-        handles = [param.register_post_accumulate_grad_hook(used_up) for param in trained]
-        try:
+        with ExitStack() as hooks:
+            for param in trained:
+                hooks.enter_context(param.register_post_accumulate_grad_hook(used_up))
             if roots and (wanted or trained):
                 torch.autograd.backward(roots, seeds, inputs=[*wanted, *trained])
-        finally:
-            for handle in handles:
-                handle.remove()
         return [tensor.grad for tensor in inputs], [gradients.get(id(param)) for param in trained]
 
     def part(self, start: int, count: int) -> list[Any]:

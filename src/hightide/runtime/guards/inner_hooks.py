@@ -7,7 +7,7 @@ block itself, and those that are taps, are called once, with the whole batch.)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -30,20 +30,16 @@ class InnerHooks:
         if not any(self._hooks):
             yield
             return
-        handles = []
-        for module in self._inside:
-            for hooks, register in (
-                (module._forward_pre_hooks, module.register_forward_pre_hook),
-                (module._forward_hooks, module.register_forward_hook),
-            ):
-                theirs = [hook for hook in hooks.values() if not isinstance(getattr(hook, "__self__", None), HookWatch)]
-                if theirs:
-                    handles.append(register(self._counter(len(theirs)), prepend=True))
-        try:
+        with ExitStack() as handles:
+            for module in self._inside:
+                for hooks, register in (
+                    (module._forward_pre_hooks, module.register_forward_pre_hook),
+                    (module._forward_hooks, module.register_forward_hook),
+                ):
+                    num_hooks = sum(not isinstance(getattr(one, "__self__", None), HookWatch) for one in hooks.values())
+                    if num_hooks:
+                        handles.enter_context(register(self._counter(num_hooks), prepend=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _counter(self, num_hooks: int) -> Any:
         def count(*_: Any) -> None:
