@@ -1,7 +1,8 @@
 """A batch that no plan was made for: the run's plan holds it, or is exchanged for one that does, or it is refused.
 
 Read [Note: larger batches] in runtime/known_batches.py. Costs are estimated here: blocks cannot be timed alone while
-the run has the memory. The plan fits all the same."""
+the run has the memory. The plan fits all the same. Which blocks may be split was tried before, and stays. Batches that
+take another way through the model (no pictures this time) have a profile of their own, and the plan must hold all."""
 
 from __future__ import annotations
 

@@ -7,6 +7,11 @@ again, once, with what was seen. A forward that runs out of GPU memory, or has t
 given up and begun again under the new plan: nothing has been updated by then. In backward it is too late for that: the
 error goes to the user, and a loop that goes on after it gets the new plan.
 
+What blocks take is compared call by call, and corrected by kind of call; what they do not explain is kept free. A pass
+is given up only where what its forward has left on the GPU bears out that backward would run out: a forecast is an
+upper bound, and one block that is wider may fit all the same. Memory is compared only where the run is alone on its
+device, times only where machine and blocks were measured: assumed speeds promise nothing.
+
 Afterwards the watch waits for one thing only: a pass that runs out of memory later in the run. Once it has changed the
 plan it lets the run go."""
 

@@ -1,4 +1,10 @@
-"""Parameters into chunks, and the slot size that wastes least."""
+"""Parameters into chunks, and the slot size that wastes least.
+
+In a chunk optimised parameters come first, group by group, then other trainable ones, then frozen ones: so its gradient
+and its states are prefixes of its elements, and an update is a few ranges. Where little of a block is trained (LoRA),
+that lies in chunks of its own: they may stay on the GPU with their states while the frozen ones stream. A parameter
+that is larger than a slot makes a chunk that takes several slots in a row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The GPU tier on a machine without a GPU: a bounded arena in RAM, and an account of everything a GPU would hold."""
+"""The GPU tier on a machine without a GPU: a bounded arena in RAM, and an account of everything a GPU would hold.
+
+Not seen: what autograd's engine allocates between blocks in backward, until a block receives it; workspaces inside of a
+single kernel; and, of the host, the 1 MiB of each thread in which updates without the C kernel widen gradients.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,13 @@ itself, forward and backward, with the arguments that it had; equal calls of equ
 and the widest counts for all. Nothing stays: parameters and buffers are copies, random numbers are put back after each
 call, and what modules keep is put back by `fake_parameters`.
 
+Its blocks run unsplit: one batch does not tell how a decision over the whole batch divides. It is done before planning
+and not in a first step under a lean plan, which would need a plan before the bytes are known, a trace of the runtime
+and a move, and could refuse only when training has begun. What another batch takes beyond the example is for the watch
+to see. A model that fails on values too is refused; without values at hand (`hightide plan`) nothing is told. Such
+models are not rehearsed, so their times are estimates; and code between blocks that changes a result in place has it
+changed twice while it is metered.
+
 Parameters that the model's own code uses between blocks must have values throughout, and are not known at first: a run
 that meets one without values fails, and tells which one it was; the next run has it.
 """

@@ -4,7 +4,8 @@
 block returns tensors like those that were recorded, and gradients of its inputs, and keeps of these only what has no
 gradient (masks, positions), as if the others waited on the host. So what the meter sees at a block's tick is held by
 the code around it or by blocks before: a residual that waits for its sum, what a product saves for its gradient, a
-dropout's mask. In between it sees what that code needs at most.
+dropout's mask. In between it sees what that code needs at most. Tensors that a plan leaves on the GPU for a block, and
+the code around it holds as well, are counted twice.
 """
 
 from __future__ import annotations

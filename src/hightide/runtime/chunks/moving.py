@@ -4,7 +4,11 @@
 copied to host memory, where it waits; then the GPU's memory is given back, and that of the new plan is taken. All that
 may fail has been done by then, and no value has moved: on a failure the copies go back. Then every value goes to its
 new place, tile by tile, and the pages that it leaves are given back: host memory never holds more than it did with
-what waits, or than the new plan takes, but for parts of huge pages: the kernel takes them back when memory is short."""
+what waits, or than the new plan takes, but for parts of huge pages: the kernel takes them back when memory is short.
+
+Graphs and lazy logits of before a move raise when they are used. What a user has taken out of a parameter that stays on
+the GPU (`p.data`) is gone with its memory. Ctrl-C waits for the end of a move.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Waiting on the host between a block's forward and its backward: inputs, and what the block holds (`held.py`)."""
+"""Waiting on the host between a block's forward and its backward: inputs, and what the block holds (`held.py`).
+
+[Note: memory of what is swapped] STASH and UNSTASH copy on the d2h and h2d lanes. Memory of the host comes out of the
+arena, which is pinned as a whole, so a steady loop allocates none. Memory of the GPU is taken and given back in the
+user's thread only: it is let go when compute has waited for the copy, so torch's allocator never hands out what a lane
+still reads, and `record_stream` is not needed. A graph that dies with copies under way leaves its memory to the next
+pass (`_Orphan`). What comes back has new memory that nobody else reads: Inductor may write over it. Of the last two
+calls nothing goes away: their backward is near when the copy is done. Nor does what calls hold that no plan foresaw.
+"""
 
 from __future__ import annotations
 
