@@ -20,7 +20,7 @@ import models
 from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.plan import BlockPlan, GradientDtype, Plan
-from hightide.ir.tier import Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner import chunk_places
 from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
@@ -35,6 +35,7 @@ G, H = Tier.GPU, Tier.HOST
 NUM_STEPS = 2
 PLACES: dict[str, Callable[[int], tuple[Tier, Tier]]] = {
     "all on the gpu": lambda _: (G, G),
+    "all on the gpu, in fp32": lambda _: (G, G),
     "states on host": lambda _: (G, H),
     "streamed": lambda _: (H, H),
     "mixed": lambda block: [(H, H), (G, G), (G, H)][block % 3],
@@ -43,8 +44,10 @@ PLACES: dict[str, Callable[[int], tuple[Tier, Tier]]] = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every larger gradient passes through the staging in several tiles, and a tail."""
+    """Every larger gradient passes through the staging in several tiles, and a tail. Few layers are worth a grad
+    slot."""
     monkeypatch.setattr(chunk_places, "STAGING_NUMEL", 640)
+    monkeypatch.setattr(chunk_places, "SLOTS_FOR_ROUNDED", 1)
 
 
 def long(*values: Any) -> Any:
@@ -80,6 +83,8 @@ def plan_for(
         tiers = PLACES[where](spec.index)
         blocks.append(block if spec.loose else BlockPlan(spec.name, *tiers, Activation.RECOMPUTE, G, sums=sums))
     plan = replace(plan, blocks=tuple(blocks))
+    if where.endswith("in fp32"):
+        plan = replace(plan, rounded_on_gpu=False)
     slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
     return replace(plan, num_slots=slots + 1 if slots else 0, num_grad_slots=grad_slots + 1 if grad_slots else 0)
 
@@ -331,6 +336,14 @@ def test_bytes_are_what_the_plan_says(name, where, gradients):
         if spec.trainable_numel and run.chunks.placed[spec.index].states is H
     ]
     assert {value.dtype for value in at_home} <= {BF16 if gradients == "param" else torch.float32}
+    waiting = [place for place in run.chunks.placed if place.is_rounded_home]
+    assert (
+        len(waiting) >= 2 if where == "all on the gpu" and gradients == "param" else where != "streamed" or not waiting
+    )
+    for place in waiting:
+        index = place.chunk.index
+        assert (place.states, run.chunks.grad(index).dtype) == (G, BF16) and run.chunks.grad(index).store is run.gpu
+        assert place.copies[ChunkKind.GRAD, G] == 2 * place.chunk.trainable_numel
     moved_before = dict(run.performer.moved_bytes)
     for _ in range(2):
         models.loss_of(model, pair[1]).backward()
@@ -419,7 +432,7 @@ def test_what_is_added_to_gradients_is_rounded_alike_everywhere() -> None:
         return found
 
     first = updated("all on the gpu")
-    for where in ("streamed", "mixed"):
+    for where in ("all on the gpu, in fp32", "streamed", "mixed"):
         for name, value in updated(where).items():
             assert torch.equal(value, first[name]), f"{name}, {where}"
 
@@ -490,6 +503,43 @@ def test_fp16_gradients_that_overflow_show_in_the_norm(where):
     assert any(not param.grad.isfinite().all() for param in inside)
     assert not torch.isfinite(torch.nn.utils.clip_grad_norm_(inside, 1.0))
     hightide.unwrap(model)
+
+
+def test_what_waits_rounded_on_the_gpu_is_added_to_and_scaled_as_at_home() -> None:
+    """By a second backward that leaves a block out, one whose end fails, and one that wants no parameter's gradient."""
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    def updated(where: str) -> dict[str, Tensor]:
+        pair = bf16_model("hand_written")
+        model, optimizer, run = wrapped(pair, where)
+        first, second, third, fourth = batches("hand_written", 4)
+        models.loss_of(model, first).backward()
+        for param in model.parameters():
+            param.grad.mul_(0.3)
+        second["x"].requires_grad_()
+        found = {"of the input": torch.autograd.grad(models.loss_of(model, second), second["x"])[0]}
+        model.skip = {1}
+        models.loss_of(model, second).backward()
+        model.skip = set()
+        third["x"].requires_grad_().register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            models.loss_of(model, third).backward()
+        found |= {name: param.grad.clone() for name, param in model.named_parameters()}
+        found["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        models.loss_of(model, fourth).backward()
+        optimizer.step()
+        found |= {f"master of {name}": value for name, value in masters(run).items()}
+        hightide.unwrap(model)
+        return found
+
+    first = updated("all on the gpu")
+    for where in ("all on the gpu, in fp32", "streamed", "mixed"):
+        for name, value in updated(where).items():
+            assert torch.equal(value, first[name]), f"{name}, {where}"
 
 
 def test_the_choice_is_in_the_plan_and_checked(tmp_path):

@@ -20,10 +20,12 @@ class Op(StrEnum):
     FORWARD = "forward"  # tick: one call of a block, all its micro-batches
     BACKWARD = "backward"  # tick
     STEP = "step"  # tick: the user called optimizer.step(); or, before more passes of a step, only the end of this one
-    FETCH = "fetch"  # PARAM or GRAD towards the GPU
+    FETCH = "fetch"  # PARAM or GRAD towards the GPU; GRAD from its place there to a grad slot
     EVICT = "evict"  # drop a clean copy
     CLEAR = "clear"  # open a gradient at zero
-    WRITE_BACK = "write_back"  # a dirty gradient away from the GPU; of a table on the host, the rows' gradients
+    # A dirty gradient away from the GPU, or from its grad slot to its place there, rounded; of a table on the host, the
+    # rows' gradients
+    WRITE_BACK = "write_back"
     LOOK_UP = "look_up"  # rows of a table that stays on the host, to the GPU
     SUM = "sum"  # gradients of rows, on the host, into that of their table
     STASH = "stash"  # block inputs and what a block holds, GPU to host, after forward
@@ -145,8 +147,10 @@ class Action:
     @property
     def runs_when_open(self) -> bool:
         """Of inline actions: those that never wait run as soon as they open, others on entry of the tick that needs
-        them. An update that is due in the next pass waits for nothing but the block before it."""
-        return self.op is Op.EVICT or (self.op is Op.UPDATE and self.tick > self.opens + 1)
+        them. An update that is due in the next pass waits for nothing but the block before it, and so does a gradient
+        that stays on the GPU, whatever has room for the next one."""
+        is_later = self.op is Op.UPDATE and self.tick > self.opens + 1
+        return is_later or self.op is Op.EVICT or (self.op is Op.WRITE_BACK and self.lane is Lane.COMPUTE)
 
     def changed(self, **changes: Any) -> Action:
         """As dataclasses.replace. Lowering makes thousands, so that this counts."""

@@ -135,6 +135,9 @@ class Plan(Shared):
     accumulate: int = 1  # passes, each a forward and a backward, before every step
     loss_kept_tokens: int = 0  # whose logits stay on the GPU from forward to backward: the rest is projected twice
     loss_in_forward: bool = False  # the head's gradients are made with the loss, and wait for backward: no logits do
+    # With deferred updates and one pass a step, of gradients that are rounded and updated on the GPU. True: they are
+    # summed in grad slots and wait for the step in their own dtype. False: they wait where they are summed, in fp32
+    rounded_on_gpu: bool = False
     disk_limit_bytes: int = 0
     # Buffers on the host. See [Note: rings of buffers] in planner/lower/pass_through_disk.py
     num_read_buffers: int = 0  # of what comes from the disk for the GPU

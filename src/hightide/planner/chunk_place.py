@@ -51,6 +51,7 @@ class ChunkPlace:
     grad_bytes: int  # of a gradient on the link and at home
     rounds_to: str | None  # the dtype to which a finished gradient is rounded
     rounds_in_place: bool  # where it is summed: nobody else would do it, or more is added later
+    is_rounded_home: bool  # from its grad slot to its place on the GPU: see [Note: gradients that wait on the GPU]
     # That an update touches, each array once. Where it `settles`, such a part of them as its first part moves
     update_bytes: int
     num_slots: int  # that its parameters take at once
@@ -102,7 +103,7 @@ class ChunkPlace:
     @property
     def is_reduced_home(self) -> bool:
         """From its grad slot to the place of its shard on the GPU, where later passes add to it."""
-        return self.num_grad_slots > 0 and self.grad is Tier.GPU
+        return self.num_grad_slots > 0 and self.grad is Tier.GPU and not self.is_rounded_home
 
     @property
     def gathered_bytes(self) -> int:

@@ -5,7 +5,13 @@ gradients at home, and what passes through the host's buffers are of shards. Slo
 since compute uses them: a GATHER fills the rest of a slot, a REDUCE leaves in a grad slot this rank's shard of the mean
 over all ranks, in its own ranges. Only on the GPU may more be there, as `BlockPlan.sharing` says: whole parameters, or
 whole states too. A gradient whose states are sharded on the GPU is summed in a grad slot, and reduced into a place for
-its shard, so that no whole gradient waits for the step."""
+its shard, so that no whole gradient waits for the step.
+
+[Note: gradients that wait on the GPU] One that is updated there at the step is summed at a place of its own, in fp32,
+and rounded where it is. With `Plan.rounded_on_gpu` it is summed in a grad slot instead, as one that leaves the GPU is,
+and what is rounded waits at a place of half the bytes; in between nobody reads it. That takes no more than before, also
+if all are updated on the GPU and there would be no grad slot otherwise: blocks for which grad slots would have to be
+wider than what they save stay out of it."""
 
 from __future__ import annotations
 
@@ -25,6 +31,8 @@ from hightide.ir.chunk import (
 from hightide.ir.plan import GradientDtype, Sharing, Update
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.chunk_place import RINGS, SUM_DTYPE, Buffer, ChunkPlace
+
+SLOTS_FOR_ROUNDED = 3  # as wide as its widest block: so many grad slots must be worth what waits rounded on the GPU
 
 
 class BlockTiers(NamedTuple):
@@ -57,11 +65,15 @@ class ChunkPlaces:
         ranks: int = 1,
         replicas: int = 1,
         even_alone: bool = False,
+        rounded_on_gpu: bool = False,
     ) -> None:
         self.layout, self._update, self._gradients, self._accumulate = layout, update, gradients, accumulate
         self._ranks, self._replicas, self._num_shards = ranks, replicas, ranks // replicas
         self._is_averaged = ranks > 1 or even_alone
         self._cuts = self._num_shards > 1 or even_alone
+        # Else more is added to what is rounded, or no gradient waits for the step.
+        is_made_at_once = update is Update.DEFERRED and accumulate == 1 and not self._is_averaged
+        self._rounded = rounded_blocks(layout) if rounded_on_gpu and is_made_at_once else frozenset()
         self._made: dict[tuple[int, BlockTiers], ChunkPlace] = {}
 
     def at(self, chunk: ChunkSpec, tiers: BlockTiers) -> ChunkPlace:
@@ -91,6 +103,7 @@ class ChunkPlaces:
             grad_bytes=gradient.num_bytes,
             rounds_to=chunk.dtype if gradient.rounds else None,
             rounds_in_place=gradient.rounds_in_place,
+            is_rounded_home=gradient.is_rounded_home,
             update_bytes=update_bytes,
             num_slots=params.num_slots,
             num_grad_slots=gradient.num_slots,
@@ -146,7 +159,9 @@ class ChunkPlaces:
         dtype = chunk.dtype if is_narrow else SUM_DTYPE
         is_loose = not chunk.num_backwards  # plain autograd makes its gradient
         is_reduced_home = tier is Tier.GPU and params.is_cut and not is_loose
-        has_slot = trained and (tier is not Tier.GPU or is_reduced_home) and not stays and not on_host
+        is_rounded_home = rounds and tier is Tier.GPU and _may_wait(chunk) and chunk.block in self._rounded
+        goes_home = tier is not Tier.GPU or is_reduced_home or is_rounded_home
+        has_slot = trained and goes_home and not stays and not on_host
         again = not leaves or (chunk.num_backwards > 1 and not several)  # where it is summed, or more is added
         return _Gradient(
             tier=tier,
@@ -154,7 +169,8 @@ class ChunkPlaces:
             leaves=leaves,
             parks=parks,
             rounds=rounds,
-            rounds_in_place=rounds and (not is_narrow or (again and not on_host)),
+            rounds_in_place=rounds and (not is_narrow or (again and not on_host)) and not is_rounded_home,
+            is_rounded_home=is_rounded_home,
             is_narrow=is_narrow,
             dtype=dtype,
             num_bytes=params.shard.trainable_numel * DTYPE_BYTES[dtype],
@@ -169,7 +185,8 @@ class ChunkPlaces:
         copies = {(ChunkKind.PARAM, params.tier): (chunk if params.stays_whole else shard).param_bytes}
         copies.setdefault((ChunkKind.PARAM, params.home), shard.param_bytes)
         if grad is not None and not gradient.parks:
-            copies[ChunkKind.GRAD, grad] = shard.grad_bytes if grad is Tier.GPU else gradient.num_bytes
+            is_fp32 = grad is Tier.GPU and not gradient.is_rounded_home
+            copies[ChunkKind.GRAD, grad] = shard.grad_bytes if is_fp32 else gradient.num_bytes
         if gradient.stays:
             copies[ChunkKind.GRAD, Tier.GPU] = chunk.grad_bytes
         if shard.state_bytes:
@@ -212,7 +229,7 @@ class ChunkPlaces:
     ) -> tuple[int, int]:
         """Of its update, or of its two parts where states are written later."""
         shard = params.shard
-        read_bytes = DTYPE_BYTES[gradient.dtype] if gradient.leaves else GRAD_BYTES
+        read_bytes = DTYPE_BYTES[gradient.dtype] if gradient.leaves or gradient.is_rounded_home else GRAD_BYTES
         whole = shard.optimised_numel * (read_bytes + DTYPE_BYTES[chunk.dtype]) + shard.state_bytes
         has_states = shard.optimised_numel > 0 and len(shard.rule_states) > 0
         on_host = tiers.states is gradient.tier is Tier.HOST and not tiers.is_table
@@ -242,6 +259,7 @@ class _Gradient(NamedTuple):
     parks: bool
     rounds: bool
     rounds_in_place: bool
+    is_rounded_home: bool
     is_narrow: bool  # at home
     dtype: str  # at home
     num_bytes: int  # at home
@@ -256,6 +274,31 @@ def _in_parts(shard: ChunkSpec, grad_bytes: int, update_bytes: int) -> tuple[int
     states = sum(state.num_bytes(shard.optimised_numel) for state in shard.rule_states)
     whole = 2 * update_bytes - grads
     return update_bytes * (whole - states) // whole, update_bytes * (grads + 2 * states) // whole
+
+
+def rounded_blocks(layout: Layout) -> frozenset[int]:
+    """Those whose gradients are worth grad slots: see [Note: gradients that wait on the GPU]."""
+    chunks: dict[int, list[ChunkSpec]] = {}
+    for chunk in layout.chunks:
+        if _may_wait(chunk):
+            chunks.setdefault(chunk.block, []).append(chunk)
+    found: list[int] = []
+    best: tuple[int, list[int]] = (0, found)
+    sums_bytes = widest = slot_bytes = 0
+    for block in sorted(chunks, key=lambda block: sum(chunk.grad_bytes for chunk in chunks[block])):
+        found = [*found, block]
+        widths = [layout.num_grad_slots(chunk) for chunk in chunks[block]]
+        widest = max(widest, sum(widths))
+        for chunk, width in zip(chunks[block], widths, strict=True):
+            slot_bytes = max(slot_bytes, -(-chunk.grad_bytes // width))
+            sums_bytes += chunk.grad_bytes
+        best = max(best, (sums_bytes // 2 - SLOTS_FOR_ROUNDED * widest * slot_bytes, found))
+    return frozenset(best[1])
+
+
+def _may_wait(chunk: ChunkSpec) -> bool:
+    """In the dtype to which it is rounded: its sum is made in one go, and nothing is added later."""
+    return chunk.num_backwards == 1 and chunk.trainable_numel > 0 and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES
 
 
 def _staged_bytes(chunk: ChunkSpec, most_numel: int) -> int:

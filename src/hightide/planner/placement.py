@@ -19,7 +19,14 @@ class Placement:
     def __init__(self, plan: Plan, places: ChunkPlaces | None = None) -> None:
         """`places`: those of the plan's layout, for those who ask about many plans."""
         places = places or ChunkPlaces(
-            plan.layout, plan.update, plan.gradients, plan.accumulate, plan.ranks, plan.replicas, plan.even_alone
+            plan.layout,
+            plan.update,
+            plan.gradients,
+            plan.accumulate,
+            plan.ranks,
+            plan.replicas,
+            plan.even_alone,
+            plan.rounded_on_gpu,
         )
         tiers = [
             BlockTiers(block.params, block.states, block.sums, block.compute, block.parks, block.sharing, block.settles)

@@ -170,6 +170,13 @@ def finish(
     return replace(plan, num_slots=slots + spare, num_grad_slots=grad_slots + spare_grad, **rings)
 
 
+def rounded_on_gpu(profile: ModelProfile, plan: Plan, spare: int = 1) -> Plan:
+    """What is rounded waits on the GPU in its own dtype: sums need grad slots."""
+    plan = replace(plan, gradients=GradientDtype.PARAM, rounded_on_gpu=True)
+    _, grad_slots = Placement(plan).widest_tick({entry.block for entry in profile.calls})
+    return replace(plan, num_grad_slots=grad_slots + spare)
+
+
 @st.composite
 def profiles(draw: st.DrawFn) -> ModelProfile:
     """Any mix of sizes, dtypes, groups, frozen, shared, loose and unused parameters; any order of calls, with
@@ -287,6 +294,8 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update, disk: bool = F
     plan = finish(profile, blocks, update, micro_batch, *spares, slot_numel, buffers)
     if draw(st.booleans()):
         plan = looked_up(profile, plan)
+    if update is Update.DEFERRED and draw(st.booleans()):
+        return rounded_on_gpu(profile, plan, spares[1])
     return replace(plan, gradients=draw(st.sampled_from(GradientDtype)))
 
 

@@ -150,6 +150,11 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
             owners = len({place.chunk.block for place in places})
             total = format_bytes(sum(place.chunk.grad_bytes for place in places))
             lines.append(f"sums of gradients: {total} of {counted(owners, 'block')} {text}")
+    rounded = [place for place in placement.chunks if place.is_rounded_home]
+    if rounded:
+        which = f"those of {counted(len({place.chunk.block for place in rounded}), 'block')}"
+        waiting = format_bytes(sum(place.grad_bytes for place in rounded))
+        lines.append(f"rounded gradients: {which} wait for step() on the GPU, {waiting}")
     rings = [
         f"{count} of {format_bytes(sizes[ring])} {_RINGS[ring]}"
         for ring, count in placement.num_buffers.items()

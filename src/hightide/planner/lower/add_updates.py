@@ -101,6 +101,8 @@ def _at_step(draft: Draft, place: ChunkPlace, last: Action | None) -> Action:
     """Inline on entry of the STEP tick, in the user's thread."""
     step = draft.ticks[-1]
     after = *((last.id,) if last else ()), *_reduced(draft, place)
+    if place.is_rounded_home:
+        after = *after, draft.last_write_back[place.chunk.index].id
     return _action(place, Lane.COMPUTE, tick=step.tick, opens=step.tick - 1, after=after)
 
 

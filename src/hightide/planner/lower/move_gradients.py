@@ -5,6 +5,9 @@ A chunk that is used again later in the pass (tied parameters), or that has a gr
 its sum: it is fetched instead of cleared. So the GPU always adds to the whole sum, and rounding does not depend on
 placement. On the link and at home a gradient may be narrower than its sum (plan.gradients).
 
+One that is rounded and waits for the step on the GPU (ChunkPlace.is_rounded_home) leaves its grad slot likewise, by a
+WRITE_BACK of the compute lane, and a sum that continues comes back by a FETCH of it.
+
 In a step of several passes a sum may stay on the GPU, at a place of its own, until the last of them has added to it
 (ChunkPlace.stays).
 
@@ -129,22 +132,26 @@ def _enter(draft: Draft, slots: _GradSlots, place: ChunkPlace, tick: Action, win
     earlier = draft.last_write_back.get(chunk.index)
     if place.is_reduced_home or (earlier is None and draft.mode.starts_sums):
         return _clear(draft, place, tick, window.start, before)
+    stays_here = place.is_rounded_home
     action = Action(
         id=ActionKey(Op.FETCH, chunk.index, ChunkKind.GRAD, tick.id),
         op=Op.FETCH,
-        lane=Lane.H2D,
+        lane=Lane.COMPUTE if stays_here else Lane.H2D,
         tick=tick.tick,
-        opens=max((exit.opens for exit in [*before, *([earlier] if earlier else [])]), default=-1),
+        opens=tick.tick - 1
+        if stays_here
+        else max((exit.opens for exit in [*before, *([earlier] if earlier else [])]), default=-1),
         block=chunk.block,
         chunk=chunk.index,
         kind=ChunkKind.GRAD,
-        source=Place(Tier.HOST),
+        source=Place(Tier.GPU if stays_here else Tier.HOST),
         target=Place(Tier.GPU, window.start),
         num_bytes=place.grad_bytes,
         after=tuple(dict.fromkeys(exit.id for exit in [*before, *([earlier] if earlier else [])])),
     )
     draft.actions.append(action)
-    draft.awaited[tick.tick].append(action.id)
+    if not stays_here:
+        draft.awaited[tick.tick].append(action.id)
     return action.id
 
 
@@ -209,9 +216,9 @@ def _write_back(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None)
         place,
         tick,
         Op.WRITE_BACK,
-        Lane.D2H,
+        Lane.COMPUTE if place.is_rounded_home else Lane.D2H,
         source=Place(Tier.GPU, slot),
-        target=Place(Tier.HOST),
+        target=Place(Tier.GPU if place.is_rounded_home else Tier.HOST),
         num_bytes=place.grad_bytes,
         after=(tick.id, *_reduced(draft, place)),
         after_prev=(place.last_of_update,) if chunk.optimised_numel else (),

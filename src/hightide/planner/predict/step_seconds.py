@@ -181,6 +181,9 @@ class _Seconds:
             return action.num_bytes / self._costs.update_bytes_per_s
         if action.op is Op.CLEAR:
             return self._touch(action.num_bytes)
+        if action.op in (Op.FETCH, Op.WRITE_BACK):  # of a gradient, between its slot and its place on the GPU
+            assert action.chunk is not None
+            return self._touch(self._placement.chunks[action.chunk].chunk.grad_bytes + action.num_bytes)
         return self._costs.glue_s if action.op is Op.STEP else 0.0
 
     def _of_call(self, action: Action, seconds: Callable[[CallSpec], float]) -> float:
@@ -225,6 +228,8 @@ class _Seconds:
         norms = place.shard.grad_bytes if self._plan.update is Update.DEFERRED else 0
         if place.rounds_to is None or self._plan.accumulate > 1:  # then once in many passes
             return norms
+        if place.is_rounded_home:  # by an action of its own; fp16 before the norms are taken, too
+            return norms + (2 * (place.shard.grad_bytes + place.grad_bytes) if place.rounds_to == "float16" else 0)
         there = place.shard.grad_bytes + place.grad_bytes
         return norms + (2 * there if place.rounds_in_place else 0) + (0 if place.states is Tier.GPU else there)
 

@@ -60,6 +60,7 @@ class Space:
             accumulate=self.terms.accumulate,
             loss_kept_tokens=0 if self._is_early(candidate) else candidate.loss_kept_tokens,
             loss_in_forward=self._is_early(candidate),
+            rounded_on_gpu=self._rounds_on_gpu,
             disk_limit_bytes=self.terms.disk_bytes,
             ranks=self.terms.ranks,
             replicas=self.terms.replicas,
@@ -94,9 +95,16 @@ class Space:
         return self.terms.update is Update.IN_BACKWARD
 
     @property
-    def _kinds_of_gradients(self) -> tuple[Update, GradientDtype, int, int, int, bool]:
+    def _rounds_on_gpu(self) -> bool:
         terms = self.terms
-        return terms.update, terms.gradients, terms.accumulate, terms.ranks, terms.replicas, terms.even_alone
+        rounds = terms.gradients is GradientDtype.PARAM and terms.accumulate == 1 and not terms.has_collectives
+        return rounds and not self.updates_in_backward
+
+    @property
+    def _kinds_of_gradients(self) -> tuple[Update, GradientDtype, int, int, int, bool, bool]:
+        terms = self.terms
+        sharing = terms.ranks, terms.replicas, terms.even_alone
+        return terms.update, terms.gradients, terms.accumulate, *sharing, self._rounds_on_gpu
 
     def tiers_of(self, candidate: Candidate) -> list[BlockTiers]:
         """Of all blocks. All buffers of a ring are as large as the largest: what is far wider than others parks. So

@@ -57,6 +57,7 @@ def objection(profile: ModelProfile, placement: Placement, action: Action) -> st
     if action.kind not in form.kinds and not of_inputs:
         return f"is about {action.kind}, which no {action.op} is"
     place = None if action.chunk is None else placement.chunks[action.chunk]
+    form = _of_rounded(form, action, place)
     is_update = action.op is Op.UPDATE and place is not None and place.states is not Tier.GPU
     lane = Lane.CPU if is_update else form.lane
     if action.lane is not lane:
@@ -74,6 +75,14 @@ def objection(profile: ModelProfile, placement: Placement, action: Action) -> st
 def is_of_inputs(action: Action) -> bool:
     """A READ or WRITE of what a call leaves for its backward, and not of a chunk."""
     return action.op in (Op.READ, Op.WRITE) and action.chunk is None and action.call is not None
+
+
+def _of_rounded(form: _Form, action: Action, place: ChunkPlace | None) -> _Form:
+    """Between a grad slot and the place on the GPU where what is rounded waits."""
+    is_of_gradient = action.kind is ChunkKind.GRAD and action.op in (Op.FETCH, Op.WRITE_BACK)
+    if not is_of_gradient or place is None or not place.is_rounded_home:
+        return form
+    return form._replace(lane=Lane.COMPUTE, source=Tier.GPU, target=Tier.GPU)
 
 
 def _tier(place: Place | None) -> Tier | None:

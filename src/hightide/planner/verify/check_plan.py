@@ -9,7 +9,7 @@ from hightide.ir.block import DTYPE_BYTES, BlockSpec, ModelProfile
 from hightide.ir.codec import check_numbers
 from hightide.ir.costs import Costs
 from hightide.ir.foreign import MAX_COUNT, quoted, shown
-from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan, Sharing
+from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan, Sharing, Update
 from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.chunk_place import RING_COUNTS, Buffer
@@ -296,6 +296,12 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
         )
     if plan.loss_in_forward:
         _check_loss_in_forward(profile, plan)
+    if plan.rounded_on_gpu and (plan.update is Update.IN_BACKWARD or plan.accumulate > 1 or plan.has_collectives):
+        raise InfeasiblePlan(
+            f"rounded_on_gpu is true, but updates run {plan.update}, with accumulate={plan.accumulate} and "
+            f"ranks={plan.ranks}: only with deferred updates, one pass a step and one rank do gradients wait rounded "
+            "on the GPU; use rounded_on_gpu=false"
+        )
     placement = Placement(plan)
     _check_update_from_disk(placement)
     for ring, name in RING_COUNTS.items():

@@ -195,7 +195,8 @@ class Replay(OrderedReplay):
         chunk = place.chunk
         if place.is_looked_up:
             self.fail(action, f"fetches chunk {chunk.index}, whose rows are looked up on the host")
-        if place.tier_of(action.kind or ChunkKind.PARAM) is Tier.GPU:
+        comes_from_gpu = action.kind is ChunkKind.GRAD and place.is_rounded_home
+        if place.tier_of(action.kind or ChunkKind.PARAM) is Tier.GPU and not comes_from_gpu:
             self.fail(action, f"fetches the {action.kind} of chunk {chunk.index}, which lives on the GPU")
         if action.kind is ChunkKind.PARAM:
             return self.params.fetch(action)
@@ -246,6 +247,8 @@ class Replay(OrderedReplay):
         self._is_mean(action, place)
         if chunk.optimised_numel:
             self.follows(action, place.last_of_update, "overwrites a gradient that may still be read")
+        if place.is_rounded_home and action.target != Place(Tier.GPU):
+            self.fail(action, f"goes to {action.target}, but the gradient of chunk {chunk.index} has its own place")
         if place.stays and action.source != Place(Tier.GPU):
             self.fail(action, f"leaves {action.source}, but the gradient of chunk {chunk.index} has its own place")
         if not place.stays:

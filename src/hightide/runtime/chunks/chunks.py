@@ -178,6 +178,9 @@ class Chunks(Homes):
     def send_gradient(self, chunk: int, buffer: Array | None = None) -> int:
         """From its slot, or where it has stayed, home or into a buffer, on the d2h lane. Returns the bytes moved."""
         home, source = self.grad(chunk) if buffer is None else buffer, self.grad_on_gpu(chunk)
+        if self.placed[chunk].is_rounded_home:
+            home.view.copy_(source)
+            return home.nbytes
         leaving = self._leaving if self.placed[chunk].is_narrow else None
         for start, own in self.own_pieces(chunk, 2) if self.is_cut(chunk) else [(0, slice(None))]:
             if leaving is not None:
@@ -190,6 +193,9 @@ class Chunks(Homes):
         """From home, or a buffer, into its slot, on the h2d lane. Returns the bytes moved. See [Note: reducing
         gradients] in planner/lower/move_gradients.py: a shard of a mean is put there so that it is in the next one."""
         home, target = self.grad(chunk) if buffer is None else buffer, self.grad_on_gpu(chunk)
+        if self.placed[chunk].is_rounded_home:
+            target.copy_(home.view)
+            return home.nbytes
         arriving = self._arriving if self.placed[chunk].is_narrow else None
         is_cut = self.is_cut(chunk)
         if is_cut:

@@ -83,7 +83,8 @@ class Homes:
         self._sums.append(own)
         grad = own if place.sums_wait_on_gpu else None
         if place.grad is not None and not place.parks and grad is None:
-            dtype = DTYPES[place.grad_dtype] if place.leaves or place.is_looked_up else GRAD_DTYPE
+            is_narrow = place.leaves or place.is_looked_up or place.is_rounded_home
+            dtype = DTYPES[place.grad_dtype] if is_narrow else GRAD_DTYPE
             grad = array(ChunkKind.GRAD, place.grad, dtype, shard.trainable_numel)
         self._grads.append(grad)
         offsets, numel = shard.state_offsets if shard.state_bytes else {}, shard.optimised_numel

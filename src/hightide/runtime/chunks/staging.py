@@ -1,9 +1,10 @@
 """Gradients whose finished values are narrower than their sums.
 
 [Note: rounded gradients] With plan.gradients="param" a gradient is summed in fp32 on the GPU, and rounded to its
-parameter's dtype when its block's backward is done: on its way home; or, if it is updated on the GPU or its parameters
-are used by several calls (whose gradients may or may not leave in between), where it is. So every plan rounds at the
-same moments, and placement does not change results. What is home has half the bytes and comes back exactly.
+parameter's dtype when its block's backward is done: on its way home; or, if its parameters are used by several calls
+(whose gradients may or may not leave in between), where it is. Home may be on the GPU, for updates there; where that
+has fp32 all the same, it is rounded in its place too. So every plan rounds at the same moments, and placement does not
+change results. What is home in its own dtype has half the bytes and comes back exactly.
 
 In a step of several passes only the last addition of the last pass is followed by rounding: a sum that has stayed on
 the GPU until then is rounded on its way home, others where they are, and those that go home in between are fp32 there.

@@ -141,6 +141,9 @@ class Demands:
 
     def _bring_gradient(self, chunk: int, slot: int | None) -> None:
         fetch = partial(self._performer.fetch_gradient, chunk, slot)
+        if self._chunks.placed[chunk].is_rounded_home:
+            self._flight.lanes.run_inline(f"demand.gradient.{chunk}", fetch)
+            return
         ticket = self._flight.gradient_fetches[chunk] = self._submit("gradient", Lane.H2D, chunk, fetch)
         self._flight.wait(ticket, Lane.H2D)
 
@@ -174,7 +177,11 @@ class Demands:
         )
 
     def write_back(self, chunk: int) -> None:
-        ticket = self._submit("write_back", Lane.D2H, chunk, self._performer.write_back(chunk))
+        work = self._performer.write_back(chunk)
+        if self._chunks.placed[chunk].is_rounded_home:
+            self._flight.lanes.run_inline(f"demand.write_back.{chunk}", work)
+            return
+        ticket = self._submit("write_back", Lane.D2H, chunk, work)
         self._flight.exits[chunk] = ticket
 
     def add_rows(self, chunk: int, send: LaneWork, add: LaneWork) -> None:

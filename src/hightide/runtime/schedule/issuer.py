@@ -34,7 +34,8 @@ class Issuer:
         for action in current.program.before_tick[index]:
             if action.op is without:
                 continue
-            if accumulate or action.op is not Op.CLEAR:  # torch.autograd.grad must not touch parameters' gradients
+            opens_sum = action.op is Op.CLEAR or (action.op is Op.FETCH and action.kind is ChunkKind.GRAD)
+            if accumulate or not opens_sum:  # torch.autograd.grad must not touch parameters' gradients
                 self.run_inline(current, action)
         for name in current.program.ticks[index].after:
             if name in current.tickets:

@@ -223,7 +223,9 @@ class Performer:
         num_bytes = 0
         if self.gradients.is_summed(chunk) and not self.chunks.placed[chunk].is_reduced_home:
             waiting = None if buffer is None else buffer()
-            num_bytes = self._count(Lane.H2D, self.chunks.bring_gradient(chunk, waiting))
+            num_bytes = self.chunks.bring_gradient(chunk, waiting)
+            if not self.chunks.placed[chunk].is_rounded_home:
+                self._count(Lane.H2D, num_bytes)
         else:
             self.chunks.grad_on_gpu(chunk).zero_()
         self.chunks.grad_slots.used_until(chunk, self._fence())
@@ -249,8 +251,8 @@ class Performer:
         return self.write_back(action.chunk) if self._disk is None else self.write_back(action.chunk, action)
 
     def write_back(self, chunk: int, action: Action | None = None) -> LaneWork:
-        """Sends a finished sum home, or where the planned `action` says, and frees its slot. A gradient that nobody
-        touched just leaves."""
+        """Sends a finished sum home, which may be on the GPU, or where the planned `action` says, and frees its slot. A
+        gradient that nobody touched just leaves."""
         copy = self.chunks.grad_copies[chunk]
         if copy.state is Residency.CLEAN:  # opened, then its block was skipped
             self.drop_gradient(chunk)
@@ -270,7 +272,9 @@ class Performer:
                 self.chunks.unpark(chunk)
 
         def work() -> int:
-            num_bytes = self._count(Lane.D2H, self.chunks.send_gradient(chunk, buffer))
+            num_bytes = self.chunks.send_gradient(chunk, buffer)
+            if not self.chunks.placed[chunk].is_rounded_home:
+                self._count(Lane.D2H, num_bytes)
             if (fence := self._fence()) is not None:
                 self._left[chunk] = fence
                 self.chunks.grad_slots.used_until(chunk, fence)

@@ -17,7 +17,7 @@ from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import bytes_forecast, peaks, reserved_bytes
 from hightide.planner.solution import Solution
 from unit.planner.advice.test_why import GPU, REAL
-from unit.planner.profiles import plan_with, stack
+from unit.planner.profiles import plan_with, rounded_on_gpu, stack
 from unit.planner.ranked import ranked
 
 
@@ -208,6 +208,15 @@ def test_gradients_that_are_rounded_say_so_and_move_half_the_bytes():
     assert sums[GradientDtype.FLOAT32] == 2 * sums[GradientDtype.PARAM] > 0
     same = stack(2)
     assert text_of(same, plan_with(same)) == text_of(same, replace(plan_with(same), gradients=GradientDtype.PARAM))
+
+
+def test_rounded_gradients_that_wait_on_the_gpu_are_told():
+    profile = stack(6, dtype="bfloat16")
+    plan = rounded_on_gpu(profile, plan_with(profile, params=Tier.GPU, states=Tier.GPU))
+    waiting = sum(place.grad_bytes for place in Placement(plan).chunks)
+    said = f"rounded gradients: those of 9 blocks wait for step() on the GPU, {format_bytes(waiting)}\n"
+    assert said in text_of(profile, plan)
+    assert "rounded gradients" not in text_of(profile, replace(plan, rounded_on_gpu=False))
 
 
 def test_long_names_do_not_break_the_columns():

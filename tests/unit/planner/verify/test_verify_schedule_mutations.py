@@ -30,6 +30,7 @@ from unit.planner.profiles import (
     looked_up,
     param,
     plan_with,
+    rounded_on_gpu,
     stack,
     verify_within,
     with_tables,
@@ -46,7 +47,7 @@ def adapters() -> ModelProfile:
     return build(params, sketches, [call(block, first=block == 1) for block in (1, 2, 3)])
 
 
-def mixed(profile: ModelProfile, update: Update) -> Plan:
+def mixed(profile: ModelProfile, update: Update, slot_numel: int = 1024) -> Plan:
     """Each block another way."""
     ways = [
         (Tier.GPU, Tier.GPU, Activation.RECOMPUTE, Tier.GPU),
@@ -55,7 +56,7 @@ def mixed(profile: ModelProfile, update: Update) -> Plan:
         (Tier.HOST, Tier.HOST, Activation.KEEP, Tier.GPU),
     ]
     blocks = [BlockPlan(block.name, *ways[block.index % len(ways)]) for block in profile.blocks]
-    return replace(finish(profile, blocks, update, 2, 1, 1, 1024), gradients=GradientDtype.PARAM)
+    return replace(finish(profile, blocks, update, 2, 1, 1, slot_numel), gradients=GradientDtype.PARAM)
 
 
 def settling(plan: Plan) -> Plan:
@@ -78,6 +79,8 @@ def parked(profile: ModelProfile, states: Tier, of: Callable[[int], tuple[bool, 
 
 
 STACK, TIED, ADAPTERS, TABLES = stack(4), stack(3, tied=True), adapters(), twice()
+NARROW = stack(6, dtype="bfloat16")  # as many as are worth grad slots
+RESIDENT = rounded_on_gpu(NARROW, plan_with(NARROW, params=Tier.GPU, states=Tier.GPU))
 CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
     "streamed": (STACK, plan_with(STACK, inputs=Tier.HOST, slot_numel=3200), Mode.TRAIN),
     "streamed, in backward": (STACK, plan_with(STACK, update=Update.IN_BACKWARD, spare=2), Mode.TRAIN),
@@ -93,6 +96,9 @@ CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
     "tied": (TIED, plan_with(TIED, slot_numel=1024), Mode.TRAIN),
     "tied, accumulating": (TIED, plan_with(TIED), Mode.ACCUMULATE),
     "mixed": (STACK, mixed(STACK, Update.DEFERRED), Mode.TRAIN),
+    "rounded on the gpu": (NARROW, RESIDENT, Mode.TRAIN),
+    "rounded on the gpu, accumulating": (NARROW, RESIDENT, Mode.ACCUMULATE),
+    "mixed, rounded on the gpu": (NARROW, rounded_on_gpu(NARROW, mixed(NARROW, Update.DEFERRED, 3200)), Mode.TRAIN),
     "mixed, in backward": (STACK, mixed(STACK, Update.IN_BACKWARD), Mode.TRAIN),
     "disk": (STACK, plan_with(STACK, Tier.DISK, Tier.DISK), Mode.TRAIN),
     "disk, in backward": (STACK, plan_with(STACK, states=Tier.DISK, update=Update.IN_BACKWARD), Mode.TRAIN),
