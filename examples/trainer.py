@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=8, help="samples per step")
     parser.add_argument("--length", type=int, default=128, help="tokens per sample")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, help="default: 1e-5, and 1e-3 for the tiny model")
     parser.add_argument("--gpu", help="how much of the GPU to use, as 24GiB; left out: all that is free")
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
     args = parser.parse_args()
@@ -39,7 +39,7 @@ def main() -> None:
         args.out,
         per_device_train_batch_size=args.batch,
         max_steps=args.steps,
-        learning_rate=args.lr,
+        learning_rate=args.lr or (1e-5 if args.model else 1e-3),
         logging_steps=5,
         save_steps=10,
         report_to=[],
@@ -53,6 +53,7 @@ def main() -> None:
         limits=hightide.Limits(gpu=args.gpu),
     )
     trainer.train(resume_from_checkpoint=args.resume)
+    say(hightide.stats(trainer.model))  # memory and time of the steps; .plan.explain() has the whole plan
     trainer.save_model()
     say(f"saved to {args.out}; AutoModelForCausalLM.from_pretrained({args.out!r}) loads it")
 

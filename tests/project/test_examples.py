@@ -80,3 +80,10 @@ def test_the_readme_names_them() -> None:
     for command in ("examples/finetune.py", "examples/lora.py", "examples/trainer.py", "examples/run_clm.py"):
         assert command in readme and (ROOT / command).exists()
         assert sum("hightide." in line for line in (ROOT / command).read_text().splitlines()) <= 6
+
+
+def test_a_model_of_the_users_own_is_not_wrecked_by_default() -> None:
+    """Rates for the tiny model are a hundred times those that a trained one stands."""
+    for command in ("examples/finetune.py", "examples/lora.py", "examples/trainer.py"):
+        found = re.search(r"args\.lr or \((\S+) if args\.model else \S+\)", (ROOT / command).read_text())
+        assert found is not None and float(found[1]) <= 1e-4, command

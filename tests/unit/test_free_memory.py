@@ -93,3 +93,19 @@ def test_a_plan_with_a_limit_above_what_is_free_is_kept_and_warned_of() -> None:
     words = r"may take 24.0 MiB .* but only 1.0 MiB of cuda:0 are free .* with limits=Limits\(gpu=996147\)"
     with pytest.warns(UserWarning, match=words):
         free_memory.warn_of_room(free_memory.GpuRoom(CUDA, 2**20, 0, 140 * GIB), plan)
+
+
+def test_a_simulated_gpu_of_more_than_there_is_leaves_some_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 GiB, as of a GPU, on a laptop of 16."""
+    monkeypatch.setattr(free_memory, "free_host_bytes", lambda: 16 * GIB)
+    model, _ = models.hand_written()
+
+    def limits(**given: str) -> tuple[int, int]:
+        return free_memory.memory_limits(hightide.Limits(**given), torch.device("cpu"), model, adamw(model))
+
+    with pytest.warns(UserWarning, match=r"24\.0 GiB, but .* of which 16\.0 GiB are free: planned for 8\.0 GiB"):
+        assert limits(gpu="24GiB") == (8 * GIB, 8 * GIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert limits(gpu="24GiB", host="1GiB") == (24 * GIB, GIB), "the user has said both"
+        assert limits(gpu="15GiB") == (15 * GIB, GIB)

@@ -27,8 +27,6 @@ def as_messages(row: Row, name: str) -> Row:
     turns = _turns(row.fields[CONVERSATIONS], row.where)
     if all(isinstance(turn, Mapping) and "role" in turn for turn in turns):  # messages, but for their name
         return replace(row, fields={**row.fields, name: turns})
-    if other := next((key for key in _MEDIA if row.fields.get(key)), None):
-        raise ValueError(f"{row.where}: it has {quoted(other)} beside its text; this command learns from text only")
     messages = [_message(turn, f"{row.where}: turn {number}") for number, turn in enumerate(turns, 1)]
     if system := row.fields.get(_SYSTEM):
         if messages[0]["role"] == _SYSTEM or not isinstance(system, str):
@@ -38,6 +36,15 @@ def as_messages(row: Row, name: str) -> Row:
             )
         messages.insert(0, {"role": _SYSTEM, "content": system})
     return replace(row, fields={**row.fields, name: messages})
+
+
+def check_text_only(row: Row) -> None:
+    """Where a prompt or a conversation has an image beside it, the words alone would be learned, mark and all."""
+    if other := next((key for key in _MEDIA if row.fields.get(key)), None):
+        raise ValueError(
+            f"{row.where}: it has {quoted(other)} beside its text; this command learns from text only. Leave such rows "
+            "out, or the column, if the text means the same without it"
+        )
 
 
 def _turns(given: object, where: str) -> list[Any]:

@@ -28,6 +28,8 @@ COMPRESSED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd
 GZIP_BEGINS = b"\x1f\x8b"
 LFS_BEGINS, LFS_BYTES = b"version https://git-lfs.github.com/", 1024  # a pointer is shorter
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # of a folder of text files
+ABOUT_DATA = ("readme", "license", "licence", "notice", "citation", "changelog")  # text files, by their names
+CONVERT = "convert the file: iconv -f ITS-ENCODING -t UTF-8"
 PIECE_BYTES = 1 << 20  # of a text file, about
 CHARACTER_BYTES = 4  # of UTF-8, at most
 MAX_ROW_BYTES = 1 << 28  # of a line
@@ -92,16 +94,19 @@ def _texts_in(folder: Path) -> list[Path]:
     found = [
         path
         for path in sorted(folder.rglob("*"))
-        if path.suffix in (*TEXT_FILES, *ROW_FILES)
+        if path.suffix.lower() in (*TEXT_FILES, *ROW_FILES, ".json")
         and path.is_file()
-        and not SKIPPED.intersection(path.relative_to(folder).parts)
+        and not any(part in SKIPPED or part.startswith(".") for part in path.relative_to(folder).parts)
     ]
-    files = [path for path in found if path.suffix in TEXT_FILES]
-    others = [path for path in found if path.suffix in ROW_FILES]
-    if not files:
-        such = f", such as {shown(others[0])}" if others else ""
+    files = [path for path in found if path.suffix.lower() in TEXT_FILES]
+    others = [path for path in found if path.suffix.lower() in ROW_FILES]
+    tables = others or [path for path in found if path not in files]  # .json may hold settings as well
+    are_about = all(path.stem.lower().startswith(ABOUT_DATA) for path in files)
+    if not files or (tables and are_about):
+        but = f" but {shown(files[0].name)}" if files else ""
+        such = f", such as {shown(tables[0])}" if tables else ""
         raise ValueError(
-            f"{shown(folder)} has no text files ({', '.join(TEXT_FILES)}) and was not written by "
+            f"{shown(folder)} has no text files ({', '.join(TEXT_FILES)}){but} and was not written by "
             f"datasets.Dataset.save_to_disk; name the file with the data itself{such}"
         )
     if others:
@@ -168,7 +173,7 @@ def _decoded(data: bytes, path: Path, line: int, is_cut: bool = False) -> str:
             return data[: error.start].decode()
         line += data.count(b"\n", 0, error.start)
         raise ValueError(
-            f"{shown(path)}, line {line}: it is not UTF-8 text ({error.reason}); convert the file, as with iconv"
+            f"{shown(path)}, line {line}: it is not UTF-8 text ({error.reason}); {CONVERT}"
         ) from error
 
 
@@ -217,7 +222,8 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _row(data: object, where: str) -> Row:
     if not isinstance(data, dict):
-        raise ValueError(f'{where}: a row is a mapping, such as {{"text": "..."}}, not {quoted(data)}')
+        hint = "; a list of rows belongs into a .json file" if isinstance(data, list) else ""
+        raise ValueError(f'{where}: a row is a mapping, such as {{"text": "..."}}, not {quoted(data)}{hint}')
     return Row(where, data)
 
 
@@ -240,7 +246,7 @@ def _json(path: Path, progress: Progress) -> Iterator[Row]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{shown(path)}, line {error.lineno}: it is not JSON ({error.msg}); correct it") from error
         except UnicodeDecodeError as error:
-            raise ValueError(f"{shown(path)} is not UTF-8 text ({error.reason}); convert it") from error
+            raise ValueError(f"{shown(path)} is not UTF-8 text ({error.reason}); {CONVERT}") from error
         except RecursionError:
             raise ValueError(f"{shown(path)} is nested too deeply; it holds no rows") from None
         except ValueError:  # of int
@@ -279,7 +285,9 @@ def _csv(path: Path, progress: Progress) -> Iterator[Row]:
         except csv.Error as error:
             raise ValueError(f"{shown(path)}, line {begins}: it is not CSV ({error}); correct it") from error
         except UnicodeDecodeError as error:
-            raise ValueError(f"{shown(path)}, line {begins}: it is not UTF-8 text ({error.reason})") from error
+            raise ValueError(
+                f"{shown(path)}, line {begins}: it is not UTF-8 text ({error.reason}); {CONVERT}"
+            ) from error
 
 
 # -- what needs `datasets` -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hightide.data.conversation import ASSISTANT, TOOLS, Conversations, check_characters, roles_of
-from hightide.data.other_forms import as_messages, instead_of_alpaca
+from hightide.data.other_forms import as_messages, check_text_only, instead_of_alpaca
 from hightide.data.readers import Row
 from hightide.ir.foreign import quoted, shown
 from hightide.ir.units import counted
@@ -146,6 +146,7 @@ def tokenize(
             _add_text(collected, tokenizer, text, row, length)
             continue
         num_rows += 1
+        check_text_only(row)
         learned = make(row)
         if not any(learned.is_learned[1:length]):
             num_dropped += 1

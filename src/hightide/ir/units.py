@@ -35,6 +35,8 @@ def parse_bytes(value: int | str, name: str) -> int:
                 f"{name}={quoted(value)} is not a size; write a number and a unit ({known}), such as '24GiB'"
             )
         size = float(match[1]) * _UNITS[match[2].lower()]
+        if not match[2] and 0 < size < 1024:
+            raise ValueError(f"{name}={quoted(value)} is {size:g} bytes; write a unit too, such as '24GiB'")
         num_bytes = int(min(size, 2.0 * MAX_COUNT))  # hundreds of digits are infinite
     if num_bytes <= 0:
         raise ValueError(f"{name}={quoted(value)} must be more than zero bytes")

@@ -58,7 +58,6 @@ def test_turns_of_sharegpt_are_messages(fields: dict[str, Any], expected: list[d
         ({"conversations": []}, r"line 3: conversations are \[\]; they must be a list of"),
         ({"conversations": "a tide"}, r"line 3: conversations are 'a tide'; they must be a list of"),
         ({"conversations": None}, r"line 3: conversations are None; they must be a list of"),
-        ({"conversations": TURNS, "image": "a.png"}, r"line 3: it has 'image' beside its text; .* from text only"),
         (
             {"conversations": [{"from": "system", "value": "a"}, *TURNS], "system": "b"},
             r"line 3: it has system 'b' beside conversations; give it as their first turn, once and as text",
@@ -83,6 +82,16 @@ def test_conversations_are_learned_as_the_same_messages_are() -> None:
     assert learned({"conversations": TURNS, "messages": MESSAGES[:1]}) == learned({"messages": MESSAGES[:1]})
     assert learned({"conversations": "odd", "text": "a tide"}) == learned({"text": "a tide"})
     assert learned({"conversations": "a tide"}, column="conversations") == learned({"text": "a tide"})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"conversations": TURNS}, {"messages": MESSAGES}, {"prompt": "<image>a", "completion": "b"}]
+)
+def test_images_beside_words_are_refused(fields: dict[str, Any]) -> None:
+    made = transformers.AutoTokenizer.from_pretrained(tiny_folder())
+    with pytest.raises(ValueError, match=r"line 1: it has 'images' beside its text; .* from text only"):
+        tokenize([Row("file, line 1", {**fields, "images": ["a.png"]})], made, 200)
+    assert len(tokenize([Row("file, line 1", {**fields, "images": []})], made, 200)) == 1
 
 
 def test_rows_of_alpaca_are_refused_with_the_row_to_write_instead() -> None:

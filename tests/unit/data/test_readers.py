@@ -67,7 +67,7 @@ def test_lines_of_json_may_be_called_json(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "a"}\n{"text": ', r"a.jsonl, line 2: it is not JSON"),
         ("a.jsonl", '{"text"\n{"text": "a"}', r"a.jsonl, line 1: it is not JSON .* at character 8\)"),
         ("a.jsonl", '{"text": "a', r"a.jsonl, line 1: it is not JSON \(Unterminated string starting at character 10\)"),
-        ("a.jsonl", '{"text": "a"}\n\n["b"]', r"a.jsonl, line 3: a row is a mapping.*\['b'\]"),
+        ("a.jsonl", '{"text": "a"}\n\n["b"]', r"a.jsonl, line 3: a row is a mapping.*\['b'\]; a list .* \.json file"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl, line 2: it is not UTF-8"),
         ("a.json", '[{"text": "a"},\n 3]', r"a.json, row 2: a row is a mapping"),
         ("a.json", '[{"text": "a"},\n 3', r"a.json, line 2: it is not JSON"),
@@ -79,7 +79,8 @@ def test_lines_of_json_may_be_called_json(tmp_path: Path) -> None:
         ("a.csv", "text,n,text\na,1,b\n", r"a.csv, line 1: it names 'text' twice"),
         ("a.csv", "id;text\n1;a\n", r"a.csv, line 1: columns seem to be separated by ';'"),
         ("a.csv", 'text\n"a', r"a.csv, line 2: it is not CSV"),
-        ("a.txt", b"first\nsecond \xff", r"a.txt, line 2: it is not UTF-8"),
+        ("a.txt", b"first\nsecond \xff", r"a.txt, line 2: it is not UTF-8 .*; convert the file: iconv"),
+        ("a.csv", b"text\nsecond \xff", r"a.csv, line 2: it is not UTF-8 .*; convert the file: iconv"),
         ("a.jsonl", '{"text": "a"}\n{"n": ' + "9" * 5000 + "}", r"a.jsonl, line 2: it has a number of thousands"),
         ("a.json", '[{"n": ' + "9" * 5000 + "}]", r"a.json has a number of thousands"),
         (
@@ -130,6 +131,18 @@ def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.warns(UserWarning, match=r"only text files.*and not more.csv, \.\.\.: name such a file itself"):
         assert [row.fields["text"] for row in rows_of(tmp_path)] == ["text"]
+
+
+@pytest.mark.parametrize("table", ["data/train.jsonl", "train.json", "Train.CSV"])
+def test_what_is_said_about_data_is_not_learned_instead_of_them(tmp_path: Path, table: str) -> None:
+    """A folder as hubs have it."""
+    for name in ("README.md", "LICENSE.txt", table):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ValueError, match=rf"no text files .* but LICENSE.txt .* data itself, such as .*{table}"):
+        rows_of(tmp_path)
+    (tmp_path / table).unlink()
+    assert len(rows_of(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("kind", ["parquet", "folder"])
@@ -214,7 +227,8 @@ def test_a_line_without_end_is_cut_between_characters(tmp_path: Path, monkeypatc
 
 
 def test_a_folder_is_read_in_sorted_order_without_installed_packages(tmp_path: Path) -> None:
-    for name, content in {"b.py": "bb", "a.py": "aa", "c.bin": "no", "site-packages/d.py": "no"}.items():
+    names = {"b.PY": "bb", "a.py": "aa", "c.bin": "no", "site-packages/d.py": "no", ".git/e.txt": "no", ".f.md": "no"}
+    for name, content in names.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     (tmp_path / "gone.py").symlink_to("nowhere")  # as editors leave them

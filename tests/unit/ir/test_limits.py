@@ -32,6 +32,13 @@ def test_nonsense_is_rejected_by_name(nonsense):
         Limits(host=nonsense)
 
 
+def test_a_few_bytes_are_asked_for_their_unit() -> None:
+    """--gpu 24 means GiB."""
+    with pytest.raises(ValueError, match=r"Limits\(gpu\)='24' is 24 bytes; write a unit too, such as '24GiB'"):
+        Limits(gpu="24")
+    assert Limits(gpu="24B").gpu_bytes == 24
+
+
 def test_no_limit_is_what_the_machine_has():
     assert (Limits().gpu_bytes, Limits().host_bytes, Limits().disks) == (None, None, ())
 

@@ -129,8 +129,9 @@ def find_model(config: TrainConfig, console: Console) -> ModelSource:
         largest = max(tokenizer.get_vocab().values())
         if largest >= vocabulary:
             raise ValueError(
-                f"the tokenizer of {shown(folder)} has tokens up to {largest}, and the model only {vocabulary}: they "
-                "do not belong together; get both again"
+                f"the tokenizer of {shown(folder)} has tokens up to {largest}, and the model only {vocabulary}. If "
+                f"tokens were added to it, save the model after model.resize_token_embeddings({largest + 1}); else "
+                "they do not belong together: get both again"
             )
     is_of_hub = config.model.path is not None and not Path(config.model.path).is_dir()
     return ModelSource(folder, str(config.model.path if is_of_hub else folder.absolute()), found, tokenizer)

@@ -48,7 +48,7 @@ def read_data(config: TrainConfig, source: ModelSource, console: Console) -> Tra
     held: Sequences | None = None
     if config.eval.path is not None:
         held = _read(Path(config.eval.path), config, source, console)
-        texts.append(f"evaluation: {_told(held)}")
+        texts.append(f"evaluation {_told(held)}")
         warnings += [f"evaluation: {text}" for text in _warnings(held)]
     elif config.eval.share is not None:
         num_held = max(1, round(len(sequences) * config.eval.share))
@@ -72,6 +72,12 @@ def read_data(config: TrainConfig, source: ModelSource, console: Console) -> Tra
         )
     elif len(train.lengths) > 1:
         texts.append(f"padded to {', '.join(map(str, train.lengths))} tokens")
+    if len(train) < config.data.sequences:
+        warnings.append(
+            f"a step of {config.data.sequences} rows is more than the data, {counted(len(train), 'row')}, so each step "
+            f"learns them {config.data.sequences / len(train):.3g} times; give more data, or fewer --sequences"
+        )
+        texts.append(f"warning: {warnings[-1]}")
     batches = None if held is None else _batches(held, config, source)
     return TrainingData(train, batches, sequences.checksum, "\n".join(texts), tuple(warnings))
 

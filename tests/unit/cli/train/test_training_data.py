@@ -66,6 +66,16 @@ def test_a_tokenizer_without_an_end_token_is_told_once_with_the_remedy(model: Pa
     assert f"warning: {warning}" in plain
 
 
+def test_data_that_are_less_than_a_step_are_told(model: Path, pairs: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(pairs.read_text().splitlines(keepends=True)[:3]))
+    result = train(model, few, "few", "--no-pack", "--eval-data", str(few))
+    assert result.exit_code == 0, result.output
+    told = "a step of 4 rows is more than the data, 3 rows, so each step learns them 1.33 times"
+    assert f"warning: {told}" in " ".join(result.output.split()) and "evaluation data: 3 rows" in result.output
+    assert [told in one for one in run_of(few, "few")["warnings"]] == [True]
+
+
 @pytest.mark.parametrize("original", [80, 96])
 def test_rotary_embeddings_that_follow_the_length_of_a_call_are_the_same_in_any_calls(
     original: int, model: Path, pairs: Path
