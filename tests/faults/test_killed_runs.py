@@ -154,13 +154,13 @@ def test_a_run_that_was_killed_again_and_again_is_the_one_that_never_was(tmp_pat
     assert [line[0] for line in lines(run)] == list(range(1, 15))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-12", "step-14"]
     assert json.loads((run / "summary.json").read_text())["steps"] == 14
-    assert "step 9 is saved: the same command goes on from there" in killed[6].stdout
+    assert "step 9 is saved: the same command resumes from there" in killed[6].stdout
     assert "interrupted after step " in killed[7].stdout
     assert "interrupted after step 11 of 14" in killed[8].stdout and f"run folder: {run}" in killed[8].stdout
 
 
 def _check_start(ended: Ended, step: int | None) -> None:
     if step is None:
-        assert "goes on from" not in ended.stdout
+        assert "resuming from" not in ended.stdout
     elif ended.status != KILLED or ended.stdout:  # one that is killed does not write what it has not flushed
-        assert f"goes on from step {step} of 14" in ended.stdout, (ended.stdout, ended.stderr)
+        assert f"resuming from step {step} of 14" in ended.stdout, (ended.stdout, ended.stderr)

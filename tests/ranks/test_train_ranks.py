@@ -84,7 +84,7 @@ def test_a_signal_to_one_rank_ends_all_in_order_and_they_go_on(commanded: Starte
     assert [rank.result["stopped"] for rank in ended] == [SIGTERM, SIGTERM]
     assert "interrupted after step 3 of 6\nstep 3 is saved" in ended[0].result["output"]
     again = commanded.run("trained", 2, within_s=90, **options)
-    assert "goes on from step 3 of 6" in again[0].result["output"] and whole[0]["stopped"] is None
+    assert "resuming from step 3 of 6" in again[0].result["output"] and whole[0]["stopped"] is None
     assert lines(runs / "ranks-001") != [] and [line["step"] for line in lines(runs / "ranks-001")] == [
         1,
         2,
@@ -116,7 +116,7 @@ def test_what_two_have_saved_one_goes_on_from(commanded: StartedRanks, settings:
     commanded.run("trained", 2, within_s=90, name="whole", **options)
     commanded.run("trained", 2, within_s=90, signalled=0, at_step=3, **options)
     (alone,) = commanded.run("trained", 1, within_s=90, **options)
-    assert "goes on from step 3 of 6" in alone.result["output"]
+    assert "resuming from step 3 of 6" in alone.result["output"]
     one, both = lines(runs / "ranks-001"), lines(runs / "whole-001")
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in both], rel=2e-5)
 

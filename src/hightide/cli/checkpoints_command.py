@@ -28,9 +28,11 @@ WHOLE, VERIFIED, DAMAGED, UNFINISHED = "whole", "verified", "damaged", "unfinish
 
 @dataclass(frozen=True)
 class CheckpointsOptions:
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run, of checkpoints, or of one of them.")]
-    verify: Annotated[bool, typer.Option("--verify", help="Read everything, and check the sums.")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else there.")] = False
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run folder, its folder of checkpoints, or one checkpoint.")
+    ]
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything and verify the checksums.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from hightide.doctor.known import known_machine, load_machine, preset_names
 from hightide.ir.machine import Machine
 
 MachineOption = Annotated[
-    str | None, typer.Option(metavar="NAME|FILE", help="A preset or a machine file; else what doctor measured here.")
+    str | None,
+    typer.Option(metavar="NAME|FILE", help="A preset or a machine file; default: what doctor measured here."),
 ]
 
 

@@ -33,15 +33,15 @@ NONE = "-"
 @dataclass(frozen=True)
 class DoctorOptions:
     disk: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Measure this disk too; says how much it will write.")
+        Path | None, typer.Option(metavar="FOLDER", help="Measure this disk too; first says how much it will write.")
     ] = None
     disk_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Size of the temporary file there; 16GiB by default.")
+        str | None, typer.Option(metavar="SIZE", help="Size of the temporary file there; default 16GiB.")
     ] = None
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a machine file, for planning elsewhere.")] = (
         None
     )
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else there.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False
 
 
 def doctor(options: DoctorOptions, device: torch.device, console: Console, progress: Console) -> None:

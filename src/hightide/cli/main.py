@@ -96,13 +96,13 @@ _TRACEBACK = Annotated[bool, typer.Option("--traceback", help="Show where an err
 
 @_command("train", TrainOptions)
 def _train(options: TrainOptions) -> int:
-    """Train a model of a Hugging Face folder, or LoRA adapters on it.
+    """Fine-tune a model from a Hugging Face folder, or LoRA adapters on it.
 
     hightide train --model FOLDER --data chat.jsonl --completions-only --gpu 24GiB
 
-    The run folder has the trained model at the end, with its tokenizer.
+    The trained model and its tokenizer end up in the run folder.
 
-    Without --model a tiny one is made; without --data it learns Python's source.
+    Without --model and --data, a tiny model is trained on Python's own source.
 
     Several GPUs: torchrun --nproc-per-node 2 -m hightide train ..."""
     if options.config is not None and options.config_option is not None:
@@ -114,32 +114,32 @@ def _train(options: TrainOptions) -> int:
 
 @_command("doctor", DoctorOptions)
 def _doctor(options: DoctorOptions) -> int:
-    """Measure this machine: links, matrix products, host update, memory; and say what is set up badly."""
+    """Measure this machine (links, matrix products, memory, host update) and point out what is set up badly."""
     doctor(options, _present_device(), _console(), _console(stderr=True))
     return 0
 
 
 @_command("plan", PlanOptions)
 def _plan(options: PlanOptions) -> int:
-    """Plan a training run before there is one: does it fit, how fast is it, what would help. No weights, no GPU."""
+    """Forecast a training run: does it fit, how fast is it, what would help. Needs no weights and no GPU."""
     return 0 if plan(options, _present_device(), _console(), _console(stderr=True)) else EXIT_OUT_OF_MEMORY
 
 
 @_command("verify", VerifyOptions)
 def _verify(options: VerifyOptions) -> int:
-    """Train a few steps in plain PyTorch and in hightide, and say whether, or where first, the two differ."""
+    """Train a few steps in plain PyTorch and in hightide, and report whether the two differ, and where first."""
     return 0 if verify(options, _console(), _console(stderr=True)) else EXIT_NOT_EQUAL
 
 
 @_command("checkpoints", CheckpointsOptions)
 def _checkpoints(options: CheckpointsOptions) -> int:
-    """List the checkpoints of a run: step, loss, size, plan, and whether they are whole. Status 1 if one is damaged."""
+    """List the checkpoints of a run: step, loss, size, plan, and if they are intact. Exit code 1 if one is damaged."""
     return 0 if checkpoints(options, _console(), _console(stderr=True)) else EXIT_DAMAGED
 
 
 @_command("simulate", SimulateOptions)
 def _simulate(options: SimulateOptions) -> int:
-    """Show how a step of a plan will go by: its time, what each lane does when, what GPU memory is used for."""
+    """Simulate one step of a plan: its time, what each lane does when, and what GPU memory is used for."""
     simulate(options, _present_device(), _console())
     return 0
 

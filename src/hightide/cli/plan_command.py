@@ -67,44 +67,46 @@ HELP_S = 2.0  # at least, for what would make a model fit that does not
 @dataclass(frozen=True)
 class PlanOptions:
     model: ModelArgument
-    sequences: Annotated[int | None, typer.Option(help=f"Sequences per step; {SEQUENCES} by default.")] = None
+    sequences: Annotated[int | None, typer.Option(help=f"Sequences per step; default {SEQUENCES}.")] = None
     length: Annotated[
-        int | None, typer.Option(help=f"Tokens per sequence; {LENGTH} by default, or what the model takes.")
+        int | None, typer.Option(help=f"Tokens per sequence; default {LENGTH}, or the model's maximum.")
     ] = None
-    gpus: Annotated[int, typer.Option(help="GPUs of each node that train together, with such a batch each.")] = 1
-    nodes: Annotated[int, typer.Option(help="Nodes with so many GPUs.")] = 1
-    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory; else the machine's.")] = None
+    gpus: Annotated[int, typer.Option(help="GPUs per node that train together, each with such a batch.")] = 1
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1
+    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="GPU memory to use; default: the machine's.")] = None
     host: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Limit of host memory, of a node; else the machine's.")
+        str | None, typer.Option(metavar="SIZE", help="Host memory of a node to use; default: the machine's.")
     ] = None
     disk: Annotated[
         list[str] | None,
-        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold. May be repeated."),
+        typer.Option(metavar="FOLDER:SIZE", help="A local disk for what the host cannot hold. Repeat for several."),
     ] = None
     endurance: Annotated[
-        str | None, typer.Option(metavar="RATING", help="Bytes that the disk is made to be written, such as 600TBW.")
+        str | None, typer.Option(metavar="RATING", help="How much may be written to the disk in its life, e.g. 600TBW.")
     ] = None
     machine: MachineOption = None
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; else the config's, or bfloat16.")] = None
-    lora: LoraOption = None
-    update: Annotated[Update, typer.Option(help="When the optimizer's updates run.")] = Update.DEFERRED
-    clip: Annotated[bool, typer.Option("--clip", help="The loop clips gradients: updates are deferred.")] = False
-    gradients: Annotated[GradientDtype, typer.Option(help="What finished gradients are rounded to.")] = (
-        GradientDtype.FLOAT32
-    )
-    calls: Annotated[
-        int | None, typer.Option(help="Calls of forward and backward per step; else the plan decides.")
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Dtype of the parameters; default: the config's, or bfloat16.")
     ] = None
-    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else the plan decides.")] = None
-    look: Annotated[float, typer.Option(metavar="SECONDS", help="Look for what would help for so long, at least.")] = (
-        0.0
-    )
-    why: Annotated[str | None, typer.Option(metavar="BLOCK", help="What other ways to plan this block would cost.")] = (
+    lora: LoraOption = None
+    update: Annotated[
+        Update, typer.Option(help="deferred: beside the next forward; in_backward: faster, without clipping.")
+    ] = Update.DEFERRED
+    clip: Annotated[bool, typer.Option("--clip", help="Your loop clips gradients (updates are then deferred).")] = False
+    gradients: Annotated[
+        GradientDtype, typer.Option(help="Finished gradients: float32, or param (the parameter's dtype).")
+    ] = GradientDtype.FLOAT32
+    calls: Annotated[int | None, typer.Option(help="Forward/backward calls per step; default: the plan decides.")] = (
         None
     )
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; default: the plan decides.")] = None
+    look: Annotated[float, typer.Option(metavar="SECONDS", help="Spend at least this long on what would help.")] = 0.0
+    why: Annotated[
+        str | None, typer.Option(metavar="BLOCK", help="Show what other plans for this block would cost.")
+    ] = None
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, for wrap(plan=...).")] = None
     html: HtmlOption = None
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else there.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False
 
 
 @contextmanager
@@ -253,7 +255,7 @@ def _disk_bytes(options: PlanOptions, machine: Machine) -> int:
             raise ValueError(f"--disk {path}: there is no such folder on this machine; make it, or name another")
     if disks and machine.disk is None:
         raise ValueError(
-            f"--disk {disks[0].path}: the machine {machine.name!r} says nothing about its disk (0 known rates); "
+            f"--disk {disks[0].path}: the machine {machine.name!r} has no rates for a disk; "
             "measure it with `hightide doctor --disk FOLDER`, or name a preset"
         )
     return sum(disk.num_bytes for disk in disks) // options.gpus

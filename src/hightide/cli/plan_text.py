@@ -102,10 +102,12 @@ def _scaling(console: Console, subject: Subject, scaling: Scaling) -> None:
 
 def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...], ranks: int) -> None:
     missing = " and ".join(
-        f"{format_bytes(one.missing_bytes)} ({one.missing_bytes} bytes) on the {one.tier}" for one in refusal.shortages
+        f"{format_bytes(one.missing_bytes)} ({one.missing_bytes} bytes) short on the {one.tier}"
+        for one in refusal.shortages
     )
-    console.print(Text.assemble(("DOES NOT FIT", "bold red"), f": missing are {missing}"))
-    console.print(f"the most is needed {refusal.when}", markup=False)
+    console.print(Text.assemble(("DOES NOT FIT", "bold red"), f": {missing}"))
+    peak = f"the peak is {refusal.when}" if refusal.moment else "it is short throughout the step"
+    console.print(peak, markup=False)
     console.print()
     if ranks > 1:
         console.print("what would make it fit is looked for with one GPU only; more of them, or more memory, would")
@@ -113,7 +115,7 @@ def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...], ra
     if not changes:
         console.print("no single change was found that would make it fit")
         return
-    console.print("what would make it fit, each for itself", style="bold")
+    console.print("what would make it fit, any one of these", style="bold")
     _rows(console, [(change.text, change.option) for change in changes])
 
 
@@ -125,7 +127,7 @@ def _help(console: Console, helpful: Improvements) -> None:
     _rows(console, [(f"{one.speedup:.2f}x", one.change.text, one.change.option) for one in helpful.found])
     if helpful.untried:
         names = "; ".join(change.text for change in helpful.untried)
-        text = f"not tried for want of time: {names}; to try them: {helpful.look_longer}"
+        text = f"not tried, time was up: {names}; to try them: {helpful.look_longer}"
         console.print(Padding(Text(text, style="dim"), (0, 0, 0, 2), expand=False))
 
 

@@ -34,11 +34,12 @@ from hightide.report.summary import gpu_room, limiting, rows
 @dataclass(frozen=True)
 class SimulateOptions:
     plan: Annotated[
-        Path, typer.Argument(metavar="PLAN.json|FOLDER", help="A plan file, or a folder of `hightide train --record`.")
+        Path,
+        typer.Argument(metavar="PLAN.json|FOLDER", help="A plan file, or a run folder of `hightide train --record`."),
     ]
     machine: MachineOption = None
     costs: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Times of blocks from a rehearsal; else estimated.")
+        Path | None, typer.Option(metavar="FILE", help="Measured times of blocks; default: estimated.")
     ] = None
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help="A recorded step to show beside it.")] = None
     html: HtmlOption = None

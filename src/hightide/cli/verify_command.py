@@ -28,22 +28,24 @@ Made = tuple[str, nn.Module, torch.optim.Optimizer, Batch]
 @dataclass(frozen=True)
 class VerifyOptions:
     model: ModelArgument
-    sequences: Annotated[int | None, typer.Option(help="Sequences per step; a few by default.")] = None
-    length: Annotated[int | None, typer.Option(help="Tokens per sequence; a few by default.")] = None
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; what is compared is fp32.")] = None
+    sequences: Annotated[int | None, typer.Option(help="Sequences per step; default: a few.")] = None
+    length: Annotated[int | None, typer.Option(help="Tokens per sequence; default: a few.")] = None
+    dtype: Annotated[Dtype | None, typer.Option(help="Dtype of the parameters; the comparison runs in fp32.")] = None
     lora: LoraOption = None
-    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory in hightide.")] = None
-    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory in hightide.")] = None
-    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else a third.")] = None
-    update: Annotated[Update, typer.Option(help="When the optimizer's updates run.")] = Update.DEFERRED
-    gradients: Annotated[GradientDtype, typer.Option(help="What finished gradients are rounded to.")] = (
-        GradientDtype.FLOAT32
-    )
-    compile: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile.")] = False
-    device: Annotated[str | None, typer.Option(help="cuda, or cpu: the simulated accelerator.")] = None
+    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="GPU memory that hightide may use.")] = None
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory that hightide may use.")] = None
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; default: a third of them.")] = None
+    update: Annotated[
+        Update, typer.Option(help="deferred: beside the next forward; in_backward: faster, without clipping.")
+    ] = Update.DEFERRED
+    gradients: Annotated[
+        GradientDtype, typer.Option(help="Finished gradients: float32, or param (the parameter's dtype).")
+    ] = GradientDtype.FLOAT32
+    compile: Annotated[bool, typer.Option("--compile", help="Compile blocks with torch.compile.")] = False
+    device: Annotated[str | None, typer.Option(help="cuda, or cpu (the simulated accelerator).")] = None
     steps: Annotated[int, typer.Option(help="Number of optimizer steps.")] = 2
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What plain PyTorch may take; else what is free.")
+        str | None, typer.Option(metavar="SIZE", help="Memory that plain PyTorch may use; default: what is free.")
     ] = None
 
 

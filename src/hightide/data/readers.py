@@ -172,9 +172,7 @@ def _decoded(data: bytes, path: Path, line: int, is_cut: bool = False) -> str:
         if is_cut and error.end >= len(data) - 3:  # a limit in the middle of a character
             return data[: error.start].decode()
         line += data.count(b"\n", 0, error.start)
-        raise ValueError(
-            f"{shown(path)}, line {line}: it is not UTF-8 text ({error.reason}); {CONVERT}"
-        ) from error
+        raise ValueError(f"{shown(path)}, line {line}: it is not UTF-8 text ({error.reason}); {CONVERT}") from error
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

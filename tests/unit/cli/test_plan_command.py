@@ -453,8 +453,8 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "plan.json"
     result = plan(*TINY, "--gpu", "40KiB", "--save", path, "--why", "layers.1", exit_code=1)
     assert "what would make it fit" in result.stdout and "Limits(" not in result.stdout
-    assert re.search(r"DOES NOT FIT: missing are .*B \(\d+ bytes\) on the gpu\n", result.stdout)
-    assert re.search(r"the most is needed in (forward|backward) of \S+\n", result.stdout)
+    assert re.search(r"DOES NOT FIT: .*B \(\d+ bytes\) short on the gpu\n", result.stdout)
+    assert re.search(r"the peak is in (forward|backward) of \S+\n", result.stdout)
     assert re.search(r"\n  [\d.]+ [KM]iB of GPU memory +--gpu [\d.]+[KM]iB\n", result.stdout)
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "not written" in result.stderr and not path.exists()

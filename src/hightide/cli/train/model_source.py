@@ -117,7 +117,7 @@ def find_model(config: TrainConfig, console: Console) -> ModelSource:
     if config.model.path is None:
         text = STANDARD_LIBRARY if config.data.path is None else Path(config.data.path)
         folder = tiny_folder(config.model, config.seed, text, Path(config.out))
-        console.print(f"no --model: a tiny one, {folder}", markup=False, soft_wrap=True)
+        console.print(f"no --model given; training a tiny one: {folder}", markup=False, soft_wrap=True)
     else:
         folder = _local(config.model.path)
     check_folder(folder)

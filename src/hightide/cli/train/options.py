@@ -24,39 +24,41 @@ class TrainOptions:
     """None: as in the file."""
 
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; all have defaults.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="CONFIG.yaml", help="A settings file; every setting has a default.", show_default=False),
     ] = None
-    config_option: Annotated[Path | None, typer.Option("--config", help="The same, as an option.")] = None
+    config_option: Annotated[Path | None, typer.Option("--config", help="The settings file, as an option.")] = None
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER", help="A Hugging Face folder, or a name in the local cache. Default: a tiny one is made."
+            metavar="FOLDER",
+            help="A Hugging Face folder, or a name in the local cache. Default: a tiny model.",
         ),
     ] = None
     lora: Annotated[
         str | None,
-        typer.Option(metavar="RANK[:TARGETS]", help="Train LoRA adapters only, such as 16 or 16:q_proj,v_proj."),
+        typer.Option(metavar="RANK[:TARGETS]", help="Train LoRA adapters only, e.g. 16 or 16:q_proj,v_proj."),
     ] = None
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the parameters; default bfloat16, with float32 master copies.")
+        Dtype | None, typer.Option(help="Dtype of parameters; default bfloat16, with float32 master copies.")
     ] = None
     data: Annotated[
         str | None,
         typer.Option(
             metavar="PATH",
-            help="txt, jsonl, json, csv, parquet, or a folder of `datasets`. Rows have text, prompt and completion, or "
-            "messages.",
+            help="A txt, jsonl, json, csv or parquet file, or a folder of `datasets`. Rows have `text`, `prompt` and "
+            "`completion`, or `messages`.",
             rich_help_panel=DATA,
         ),
     ] = None
     column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The column with plain text.", rich_help_panel=DATA)
+        str | None, typer.Option(metavar="NAME", help="Column with plain text; default text.", rich_help_panel=DATA)
     ] = None
     completions_only: Annotated[
         bool | None,
         typer.Option(
             "--completions-only/--whole-rows",
-            help="The loss counts completions and the assistant's turns only, or everything (default).",
+            help="Compute the loss on completions and assistant turns only, or on whole rows (default).",
             show_default=False,
             rich_help_panel=DATA,
         ),
@@ -65,62 +67,71 @@ class TrainOptions:
         bool | None,
         typer.Option(
             "--pack/--no-pack",
-            help="Several sequences in a row, which do not see each other. Default: where the model can.",
+            help="Put several sequences into one row, masked from each other. Default: where the model supports it.",
             show_default=False,
             rich_help_panel=DATA,
         ),
     ] = None
     length: Annotated[
-        int | None, typer.Option(help="Tokens per row; default 2048, or what the model takes.", rich_help_panel=DATA)
+        int | None, typer.Option(help="Tokens per row; default 2048, or the model's maximum.", rich_help_panel=DATA)
     ] = None
     sequences: Annotated[int | None, typer.Option(help="Rows per step; default 16.", rich_help_panel=DATA)] = None
     eval_data: Annotated[
         str | None, typer.Option(metavar="PATH", help="Data to evaluate on.", rich_help_panel=DATA)
     ] = None
     eval_share: Annotated[
-        float | None, typer.Option(help="Or this share of the data, such as 0.05.", rich_help_panel=DATA)
+        float | None, typer.Option(help="Or hold out this share of the data, e.g. 0.05.", rich_help_panel=DATA)
     ] = None
     eval_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Evaluate every N steps; default: ten times.", rich_help_panel=DATA)
+        int | None,
+        typer.Option(metavar="N", help="Evaluate every N steps; default: ten times in the run.", rich_help_panel=DATA),
     ] = None
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.", rich_help_panel=LEARNING)] = None
     epochs: Annotated[
-        float | None, typer.Option(help="Or passes through the data; default 1.", rich_help_panel=LEARNING)
+        float | None, typer.Option(help="Or number of passes through the data; default 1.", rich_help_panel=LEARNING)
     ] = None
     lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate; default 1e-5, LoRA 1e-4.", rich_help_panel=LEARNING)
+        float | None, typer.Option(help="Peak learning rate; default 1e-5, with LoRA 1e-4.", rich_help_panel=LEARNING)
     ] = None
     schedule: Annotated[
-        LrSchedule | None, typer.Option(help="How it falls; default cosine.", rich_help_panel=LEARNING)
+        LrSchedule | None, typer.Option(help="How the learning rate decays; default cosine.", rich_help_panel=LEARNING)
     ] = None
     warmup_steps: Annotated[
-        int | None, typer.Option(help="Until it peaks; default a tenth, at most 100.", rich_help_panel=LEARNING)
+        int | None,
+        typer.Option(help="Warm-up steps; default a tenth of all steps, at most 100.", rich_help_panel=LEARNING),
     ] = None
     clip_norm: Annotated[
-        float | None, typer.Option(help="Clip gradients to this norm (default 1); 0: do not.", rich_help_panel=LEARNING)
+        float | None,
+        typer.Option(help="Clip gradients to this norm; default 1, 0 turns it off.", rich_help_panel=LEARNING),
     ] = None
-    seed: Annotated[int | None, typer.Option(help="Seed of adapters, data and sample.", rich_help_panel=LEARNING)] = (
+    seed: Annotated[
+        int | None, typer.Option(help="Seed for adapters, data order and the sample.", rich_help_panel=LEARNING)
+    ] = None
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run folder.", rich_help_panel=RUN)] = (
         None
     )
-    name: Annotated[str | None, typer.Option(help="Name of the run folder.", rich_help_panel=RUN)] = None
-    out: Annotated[str | None, typer.Option(help="Folder that run folders are made in.", rich_help_panel=RUN)] = None
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Parent folder of run folders; default runs.", rich_help_panel=RUN),
+    ] = None
     save_every: Annotated[
         int | None, typer.Option(metavar="N", help="Save a checkpoint every N steps.", rich_help_panel=RUN)
     ] = None
     keep: Annotated[
-        int | None, typer.Option(metavar="N", help="Keep the newest N (default 2); 0: all.", rich_help_panel=RUN)
+        int | None,
+        typer.Option(metavar="N", help="Keep the newest N checkpoints; default 2, 0 keeps all.", rich_help_panel=RUN),
     ] = None
     keep_every: Annotated[
-        int | None, typer.Option(metavar="M", help="Keep those of every Mth step too.", rich_help_panel=RUN)
+        int | None, typer.Option(metavar="M", help="Also keep the checkpoint of every Mth step.", rich_help_panel=RUN)
     ] = None
     on_save_error: Annotated[
-        OnSaveError | None, typer.Option(help="When a save fails: train on, or stop.", rich_help_panel=RUN)
+        OnSaveError | None, typer.Option(help="When a save fails: go on training, or stop.", rich_help_panel=RUN)
     ] = None
     resume: Annotated[
         bool | None,
         typer.Option(
             "--resume/--no-resume",
-            help="Go on from the last checkpoint, or begin anew. Default: go on where --save-every finds one.",
+            help="Resume from the last checkpoint, or start over. Default: resume if --save-every finds one.",
             show_default=False,
             rich_help_panel=RUN,
         ),
@@ -131,41 +142,69 @@ class TrainOptions:
     device: Annotated[
         str | None,
         typer.Option(
-            help="cuda, or cpu: the simulated accelerator. Default: cuda where there is one.", rich_help_panel=MACHINE
+            metavar="cuda|cpu",
+            help="cuda, or cpu (the simulated accelerator). Default: cuda if there is a GPU.",
+            rich_help_panel=MACHINE,
         ),
     ] = None
     gpu: Annotated[
-        str | None, typer.Option(help="Limit of accelerator memory, such as 24GiB.", rich_help_panel=MACHINE)
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="How much GPU memory to use, e.g. 24GiB. Default: what is free.",
+            rich_help_panel=MACHINE,
+        ),
     ] = None
-    host: Annotated[str | None, typer.Option(help="Limit of host memory, such as 96GiB.", rich_help_panel=MACHINE)] = (
-        None
-    )
+    host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="How much host memory to use, e.g. 96GiB. Default: what is free.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None
     disk: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FOLDER:SIZE", help="For what the host cannot hold. May be repeated.", rich_help_panel=MACHINE
+            metavar="FOLDER:SIZE",
+            help="A local disk for what the host cannot hold. Repeat for several.",
+            rich_help_panel=MACHINE,
         ),
     ] = None
     endurance: Annotated[
         str | None,
         typer.Option(
-            metavar="TBW", help="What the disk is rated for, such as 600TBW: days are told.", rich_help_panel=MACHINE
+            metavar="TBW",
+            help="What the disk is rated for, e.g. 600TBW: shows how many days it will last.",
+            rich_help_panel=MACHINE,
         ),
     ] = None
     update: Annotated[
-        Update | None, typer.Option(help="When the optimizer's updates run.", rich_help_panel=MACHINE)
+        Update | None,
+        typer.Option(
+            metavar="WHEN",
+            help="When updates run: deferred (default), beside the next forward; or in_backward, which is faster "
+            "and needs --clip-norm 0.",
+            rich_help_panel=MACHINE,
+        ),
     ] = None
     gradients: Annotated[
-        GradientDtype | None, typer.Option(help="What finished gradients are rounded to.", rich_help_panel=MACHINE)
+        GradientDtype | None,
+        typer.Option(
+            help="Precision of finished gradients: float32, or param, the parameter's dtype (less traffic).",
+            rich_help_panel=MACHINE,
+        ),
     ] = None
     calls: Annotated[
-        int | None, typer.Option(help="Calls per step; else the plan decides.", rich_help_panel=MACHINE)
+        int | None,
+        typer.Option(help="Forward/backward calls per step; default: the plan decides.", rich_help_panel=MACHINE),
     ] = None
     micro_batch: Annotated[
-        int | None, typer.Option(help="Rows per micro-batch; else the plan decides.", rich_help_panel=MACHINE)
+        int | None, typer.Option(help="Rows per micro-batch; default: the plan decides.", rich_help_panel=MACHINE)
     ] = None
     compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Blocks by torch.compile.", rich_help_panel=MACHINE)
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Compile blocks with torch.compile.", rich_help_panel=MACHINE),
     ] = None
 
 

@@ -56,7 +56,7 @@ class Resumed:
             raise ValueError(f"{self.path} is of another run: {other}; go on with what it was, or {_ANEW}")
         changed = changes(self.state.deciding, now)
         if changed:
-            text = f"goes on with other settings: {', '.join(changed)}"
+            text = f"resuming with changed settings: {', '.join(changed)}"
             self.console.print(text, style="yellow", markup=False, soft_wrap=True)
 
     def to_text(self) -> str:

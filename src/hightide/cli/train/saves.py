@@ -110,7 +110,7 @@ class Saves:
         if not self.num_saved:
             return ""
         times = "once" if self.num_saved == 1 else f"{self.num_saved} times"
-        return f"saved {times}, step {self.newest} at last; training waited {self.waited_s:.1f} s"
+        return f"saved {times}, last at step {self.newest}; training waited {self.waited_s:.1f} s"
 
     def _failed(self, error: OSError | ValueError) -> None:
         newest = f"step {self.newest} is" if self.newest else "no step is"

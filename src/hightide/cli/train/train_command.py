@@ -146,7 +146,7 @@ def _train_in(folder: RunFolder, run: TrainingRun, record: bool) -> Signals | No
             console.print("no recording: the run ended before there was one")
         if run.newest_saved:
             how = "the same command" if run.config.resume is not False else "the same command without --no-resume"
-            console.print(f"step {run.newest_saved} is saved: {how} goes on from there")
+            console.print(f"step {run.newest_saved} is saved: {how} resumes from there")
     names = ["metrics.jsonl", "plan.json", "config.yaml"]
     names += [path.name for path in (folder.model_path, folder.timeline_path, folder.checkpoints) if path.exists()]
     console.print(f"run folder: {folder.path}  ({', '.join(names)})", markup=False, soft_wrap=True)

@@ -116,16 +116,16 @@ def _told(sequences: Sequences) -> str:
         f"{len(sequences.ids):,} tokens"
     )
     if num_learned < len(sequences.ids) - len(sequences):
-        text += f", {num_learned:,} of them learned"
+        text += f", {num_learned:,} of them in the loss"
     return "\n".join([text, *(f"warning: {warning}" for warning in _warnings(sequences))])
 
 
 def _warnings(sequences: Sequences) -> Iterator[str]:
     if sequences.num_cut:
         lost = counted(sequences.lost_tokens, "token")
-        yield f"longer and cut: {counted(sequences.num_cut, 'row')}, {lost} lost"
+        yield f"longer than --length and cut: {counted(sequences.num_cut, 'row')}, {lost} lost"
     if sequences.num_dropped:
-        yield f"{counted(sequences.num_dropped, 'row')} left out: nothing there is learned"
+        yield f"{counted(sequences.num_dropped, 'row')} left out: none of their tokens is in the loss"
     if not sequences.has_end:
         what = "document" if sequences.kind is RowKind.TEXT else "completion"
         yield (

@@ -123,7 +123,7 @@ class TrainingRun:
     def introduce(self) -> None:
         plan = hightide.stats(self.model).plan
         if self.losses:
-            where = f"goes on from step {len(self.losses)} of {self.num_steps}: {self.source_path}"
+            where = f"resuming from step {len(self.losses)} of {self.num_steps}: {self.source_path}"
             self.console.print(where, markup=False, soft_wrap=True)
         self.console.print(self.data.text, markup=False)
         self.console.print(describe(self.source, self.config), markup=False)
@@ -339,9 +339,9 @@ class TrainingRun:
 
 
 def _limits_text(plan: hightide.Plan) -> str:
-    text = f"the accelerator may hold {format_bytes(plan.gpu_limit_bytes)} in all"
+    text = f"limits: accelerator {format_bytes(plan.gpu_limit_bytes)}"
     if plan.disk_limit_bytes:
-        text += f", the host {format_bytes(plan.host_limit_bytes)}, the disk {format_bytes(plan.disk_limit_bytes)}"
+        text += f", host {format_bytes(plan.host_limit_bytes)}, disk {format_bytes(plan.disk_limit_bytes)}"
     return text
 
 

@@ -127,7 +127,7 @@ def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(TrainingRun, "step", signalled)
         result = tiny.train()
     assert result.exit_code == 128 + signal.SIGTERM, result.output
-    assert "interrupted after step 6 of 9\nstep 6 is saved: the same command goes on from there" in result.output
+    assert "interrupted after step 6 of 9\nstep 6 is saved: the same command resumes from there" in result.output
     lines = [
         line for line in result.output.splitlines() if re.match(r"step \d saved: .*iB in .* s, training waited", line)
     ]
@@ -152,16 +152,18 @@ def test_a_run_that_was_ended_goes_on_by_itself_and_is_the_one_that_was_not(
     assert len(stopped.metrics()) == 6
     result = stopped.train()
     assert result.exit_code == 0, result.output
-    assert "goes on from step 6 of 9: " in result.output
+    assert "resuming from step 6 of 9: " in result.output
     assert same(stopped.metrics()) == uninterrupted
     assert stopped.saved() == ["step-8", "step-9"]  # the newest two
     summary = json.loads((stopped.run() / "summary.json").read_text())
     assert summary["steps"] == 9 and summary["first_loss"] == uninterrupted[0][1]
     assert f"loss {uninterrupted[0][1]:.2f} -> {uninterrupted[-1][1]:.2f} in 9 steps" in result.output
-    assert "saved 2 times, step 9 at last; training waited " in result.output
+    assert "saved 2 times, last at step 9; training waited " in result.output
     assert not stopped.run(2).exists()
     assert read_training(stopped.run() / "checkpoints" / "step-9").extra["loss"] == uninterrupted[-1][1]
-    lines = [line for line in result.output.splitlines() if not line.startswith(("run folder", "goes on", "trained: "))]
+    lines = [
+        line for line in result.output.splitlines() if not line.startswith(("run folder", "resuming", "trained: "))
+    ]
     assert all(len(line) <= 80 for line in lines)
 
     again = stopped.train()
@@ -179,7 +181,7 @@ def test_a_run_may_become_longer_and_follows_the_curve_of_its_new_length(stopped
     assert longer.train("--steps", "11").exit_code == 0
     assert stopped.train().exit_code == 0
     result = stopped.train("--steps", "11")
-    assert result.exit_code == 0 and "goes on from step 9 of 11" in result.output
+    assert result.exit_code == 0 and "resuming from step 9 of 11" in result.output
     lines, whole = stopped.metrics(), longer.metrics()
     assert [line["step"] for line in lines] == list(range(1, 12))
     assert [line["lr"] for line in lines[9:]] == [line["lr"] for line in whole[9:]]
@@ -196,7 +198,7 @@ def test_a_disk_and_updates_in_backward_go_on_to_the_bit(tiny: Tiny, signals: Ca
     assert tiny.train().exit_code == 130
     signals(0)
     result = tiny.train()
-    assert result.exit_code == 0 and "goes on from step 5" in result.output
+    assert result.exit_code == 0 and "resuming from step 5" in result.output
     lines = [json.loads(line) for line in (tiny.out / "whole-001" / "metrics.jsonl").read_text().splitlines()]
     assert same(tiny.metrics()) == same(lines)
 
@@ -207,7 +209,7 @@ def test_limits_and_other_places_may_change(stopped: Tiny, uninterrupted: list[l
     stopped.change("log_every: 3", "log_every: 1\ngradients: param")
     result = stopped.train()
     assert result.exit_code == 0, result.output
-    assert "may hold 380 KiB" in result.output and same(stopped.metrics()) == uninterrupted
+    assert "limits: accelerator 380 KiB" in result.output and same(stopped.metrics()) == uninterrupted
 
 
 def test_a_plan_that_cannot_be_used_again_is_made_anew(
@@ -332,10 +334,10 @@ def test_another_learning_rate_is_told_and_goes_on_along_its_own_curve(stopped: 
         patch.setattr(TrainingRun, "begin", seen)
         result = stopped.train()
     assert result.exit_code == 0, result.output
-    lines = [line for line in result.output.splitlines() if line.startswith("goes on with other settings: ")]
+    lines = [line for line in result.output.splitlines() if line.startswith("resuming with changed settings: ")]
     assert lines == [
-        "goes on with other settings: optimizer.lr was 0.002 and is 0.01, optimizer.weight_decay was 0.01 and is 0.5, "
-        "optimizer.schedule was 'cosine' and is 'linear'"
+        "resuming with changed settings: optimizer.lr was 0.002 and is 0.01, "
+        "optimizer.weight_decay was 0.01 and is 0.5, optimizer.schedule was 'cosine' and is 'linear'"
     ]
     assert [group["weight_decay"] for group in groups] == [0.5] * len(groups) and groups
     assert other.train().exit_code == 0
@@ -399,7 +401,7 @@ def test_where_the_newest_is_damaged_the_one_before_is_taken(
         flip(newest / file)
     result = stopped.train()
     assert result.exit_code == 0, result.output
-    assert f"warning: {newest} is damaged: " in result.output and "goes on from step 4 of 9" in result.output
+    assert f"warning: {newest} is damaged: " in result.output and "resuming from step 4 of 9" in result.output
     assert same(stopped.metrics()) == uninterrupted
 
 
@@ -485,7 +487,7 @@ def test_a_last_step_that_cannot_be_saved_is_no_success(
     assert result.exit_code == 3
     assert "warning: step 9 is not saved (step 8 is): " in result.stdout and "step 9, the last one" in result.stderr
     again = stopped.train()
-    assert again.exit_code == 0 and "goes on from step 8 of 9" in again.output
+    assert again.exit_code == 0 and "resuming from step 8 of 9" in again.output
     assert same(stopped.metrics()) == uninterrupted and stopped.saved() == ["step-8", "step-9"]
 
 

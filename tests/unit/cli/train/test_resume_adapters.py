@@ -44,7 +44,7 @@ def lines(chat: Path, name: str, file: str) -> list[dict[str, Any]]:
 def test_a_run_of_adapters_goes_on_as_if_it_had_never_been_stopped(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(chat, "whole")
     assert whole.exit_code == 0, whole.output
-    assert "warning: longer and cut: " in whole.output and "packed into" in whole.output
+    assert "warning: longer than --length and cut: " in whole.output and "packed into" in whole.output
     assert whole.output.count("evaluation loss") == 3 and "7 steps of 4 rows in 2 calls" in whole.output
     kept = ("data:", "run folder", "trained:", "evaluation:", "warning:", "packed")
     assert all(len(line) <= 80 for line in whole.output.splitlines() if not line.startswith(kept))
@@ -59,7 +59,7 @@ def test_a_run_of_adapters_goes_on_as_if_it_had_never_been_stopped(chat: Path, m
         patch.setattr(TrainingRun, "step", signalled)
         assert train(chat, "cut").exit_code == 143
     again = train(chat, "cut")
-    assert again.exit_code == 0 and "goes on from step 4 of 7" in again.output, again.output
+    assert again.exit_code == 0 and "resuming from step 4 of 7" in again.output, again.output
     for file, keys in (("metrics.jsonl", ("step", "loss", "grad_norm", "lr")), ("evaluations.jsonl", ("step", "loss"))):
         found, expected = (
             [[line[key] for key in keys] for line in lines(chat, name, file)] for name in ("cut", "whole")

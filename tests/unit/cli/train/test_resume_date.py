@@ -59,7 +59,7 @@ def test_a_run_goes_on_after_midnight_with_the_data_of_the_day_it_began(
     assert "date: '2026-02-03'" in (folder / "train-001" / "config.yaml").read_text()
     pretend(monkeypatch, 4)
     again = train(folder, "--steps", "2")
-    assert again.exit_code == 0 and "goes on from step 1 of 2" in again.output, again.output
+    assert again.exit_code == 0 and "resuming from step 1 of 2" in again.output, again.output
     assert "date: '2026-02-03'" in (folder / "train-001" / "config.yaml").read_text()
     (folder / "dated.yaml").write_text("data: {date: 2026-02-04}\n")
     refused = train(folder, "--steps", "3", "--config", str(folder / "dated.yaml"))

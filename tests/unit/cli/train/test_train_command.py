@@ -122,7 +122,7 @@ def test_a_run_from_a_disk_tells_what_it_writes(tiny: Path) -> None:
     assert all(line["peak_bytes"]["disk"] > 0 for line in metrics(folder))  # type: ignore[index]
     assert re.search(r"disk: .* written per step, .* TB a day; 600 TB last .* days", result.output)
     assert re.search(r"^disk +8.0 MiB ", result.output, re.MULTILINE)
-    assert "the disk 8.0 MiB" in result.output
+    assert "disk 8.0 MiB" in result.output
     summary = json.loads((folder / "summary.json").read_text())
     plan = Plan.load(folder / "plan.json")
     assert summary["disk_written_bytes_per_step"] > 0 and summary["disk_terabytes_per_day"] > 0
