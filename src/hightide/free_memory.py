@@ -81,9 +81,9 @@ def memory_limits(
     if gpu_bytes is None:
         gpu_bytes = free_bytes // 2 if host_bytes is None else max(1, free_bytes - host_bytes)
     elif gpu_bytes >= free_bytes and host_bytes is None:  # nothing would be left for the host
-        asked, gpu_bytes = gpu_bytes, max(1, free_bytes // 2)
+        asked_bytes, gpu_bytes = gpu_bytes, max(1, free_bytes // 2)
         warnings.warn(
-            f"Limits(gpu) is {format_bytes(asked)}, but without a GPU it is a part of this machine's memory, of which "
+            f"Limits(gpu) is {format_bytes(asked_bytes)}, but without a GPU it is RAM of this machine, of which "
             f"{format_bytes(free_bytes)} are free: planned for {format_bytes(gpu_bytes)}",
             stacklevel=3,
         )
