@@ -18,8 +18,8 @@ from typing import Any
 from hightide.ir import codec
 from hightide.ir.plan import Plan
 from hightide.ir.tier import COLLECTIVES, Lane
-from hightide.observe.timing import WARM_STEPS, Measured
-from hightide.observe.watch import PATIENCE, Following, Watch
+from hightide.observe.timing import Measured
+from hightide.observe.watch import Following, Watch
 from hightide.planner.advice.correct import MemoryShortage
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.solution import Searched, Solution
@@ -48,22 +48,6 @@ class RankedWatch(Watch):
         super().__init__(run, solution)
         self._collectives = collectives
 
-    def begin_pass(self) -> None:
-        if self._next is not None and not self._is_kept_from_moving():
-            self.replan(must=False)
-        self._begin_looking()
-
-    def end_forward(self) -> bool:
-        if not self._is_comparing or self._run.num_steps >= WARM_STEPS:
-            return False
-        own = self._expected_shortage() if self._sees_memory and self._is_warm else None
-        shortage, _ = self._of_all(own, None)
-        if shortage is None or self._is_kept_from_moving():
-            return False
-        self._end_comparing()
-        self._next = self._decided(lambda: self._leaner(shortage))
-        return self._next is not None
-
     def may_repeat(self, can: bool) -> bool:
         return not self._run.any_rank("a forward that cannot be done again", not can)
 
@@ -71,22 +55,14 @@ class RankedWatch(Watch):
         return False
 
     def end_step(self) -> None:
-        if not self._is_comparing:
-            return
-        is_recording = self._run.between_passes is not None
-        own = None if is_recording else self._shortage_of_step()
-        times = None if is_recording or self._times is None else self._times.end_step()
-        shortage, measured = self._of_all(own, times)
-        if shortage is not None:
-            self._end_comparing()
-            self._next = self._decided(lambda: self._leaner(shortage))
-        elif measured is not None:
-            self._end_comparing()
-            self._next = self._decided(lambda: self._compared(measured))
-        elif self._run.num_steps >= (WARM_STEPS if self._times is None else PATIENCE):
-            self._end_comparing()
-        if not self._is_comparing and self._next is None:  # nobody comes back to it
+        was_comparing = self._is_comparing
+        super().end_step()
+        if was_comparing and not self._is_comparing and self._next is None:  # nobody comes back to it
             self.is_watching, self._run.observer = False, None
+
+    def _follow(self, following: Following | None) -> None:
+        """Before the next pass, when all have ended this one."""
+        self._next = following
 
     # -- together --------------------------------------------------------------------------------------------------
 
@@ -98,7 +74,6 @@ class RankedWatch(Watch):
     def _of_all(
         self, shortage: MemoryShortage | None, measured: Measured | None
     ) -> tuple[MemoryShortage | None, Measured | None]:
-        """What any rank is short of, and what all of them have measured."""
         own = {
             "shortage": shortage and [shortage.needed_bytes, shortage.num_ticks, dict(shortage.factors)],
             "measured": measured and [measured.step_s, {str(lane): s for lane, s in measured.lane_s.items()}],

@@ -18,6 +18,7 @@ plan it lets the run go."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,11 +89,8 @@ class Watch:
 
     def begin_pass(self) -> None:
         is_owed = self._ran_out is not None or self._next is not None
-        if is_owed and self._run.between_passes is None:  # the user goes on; but a recording is of one plan
+        if is_owed and not self._is_kept_from_moving():  # the user goes on
             self.replan(must=False)
-        self._begin_looking()
-
-    def _begin_looking(self) -> None:
         self._num_watched += 1
         self._widths.clear()
         if self._sees_memory:
@@ -115,12 +113,14 @@ class Watch:
             self._widths.see(call, peak_bytes - before_bytes, left_bytes - before_bytes)
 
     def end_forward(self) -> bool:
-        if not self._sees_memory or not self._is_warm:
+        if not self._is_early:
             return False
-        shortage = self._expected_shortage()
-        if shortage is not None:
-            self._end_comparing()
-            self._next = self._leaner(shortage)
+        own = self._expected_shortage() if self._sees_memory and self._is_warm else None
+        shortage, _ = self._of_all(own, None)
+        if shortage is None or self._is_kept_from_moving():
+            return False
+        self._end_comparing()
+        self._next = self._decided(lambda: self._leaner(shortage))
         return self._next is not None
 
     def _expected_shortage(self) -> MemoryShortage | None:
@@ -158,18 +158,18 @@ class Watch:
             self._go_on_with(self._next)
 
     def end_step(self) -> None:
-        if not self._is_comparing or self._run.between_passes is not None:
-            return  # a recording is of one plan
-        shortage = self._shortage_of_step()
-        measured = None if self._times is None else self._times.end_step()
+        if not self._is_comparing:
+            return
+        is_recording = self._run.between_passes is not None
+        own = None if is_recording else self._shortage_of_step()
+        times = None if is_recording or self._times is None else self._times.end_step()
+        shortage, measured = self._of_all(own, times)
         if shortage is not None:
             self._end_comparing()
-            following = self._leaner(shortage)
-            if following is not None:
-                self._go_on_with(following)
+            self._follow(self._decided(lambda: self._leaner(shortage)))
         elif measured is not None:
             self._end_comparing()
-            self._compare(measured)
+            self._follow(self._decided(lambda: self._compared(measured)))
         elif self._run.num_steps >= (WARM_STEPS if self._times is None else PATIENCE):
             self._end_comparing()
 
@@ -180,16 +180,38 @@ class Watch:
         self._peak_bytes = 0
         return shortage
 
+    def _of_all(
+        self, shortage: MemoryShortage | None, measured: Measured | None
+    ) -> tuple[MemoryShortage | None, Measured | None]:
+        """What any rank is short of, and what all of them have measured."""
+        return shortage, measured
+
+    def _decided(self, decide: Callable[[], Following | None]) -> Following | None:
+        """By one for all ranks."""
+        return decide()
+
+    def _is_kept_from_moving(self) -> bool:
+        """A recording is of one plan."""
+        return self._run.between_passes is not None
+
+    def _follow(self, following: Following | None) -> None:
+        if following is not None:
+            self._go_on_with(following)
+
     def _end_comparing(self) -> None:
         self._is_comparing = False
         if self._times is not None:
             self._times.stop()
 
     @property
+    def _is_early(self) -> bool:
+        """In the steps that are not timed: looking takes time itself."""
+        return self._is_comparing and self._run.num_steps < WARM_STEPS
+
+    @property
     def _sees_memory(self) -> bool:
-        """In the steps that are not timed: looking takes time itself. Not while a recording reads laps already."""
-        is_early = self._is_comparing and self._run.num_steps < WARM_STEPS
-        return is_early and self._run.between_passes is None and self._is_alone
+        """Not while a recording reads laps already."""
+        return self._is_early and self._run.between_passes is None and self._is_alone
 
     @property
     def _sees_blocks(self) -> bool:
@@ -260,11 +282,6 @@ class Watch:
         return f": blocks like {name!r} take {factors[kind]:.2f} times the memory that they were measured to take"
 
     # -- time ------------------------------------------------------------------------------------------------------
-
-    def _compare(self, measured: Measured) -> None:
-        following = self._compared(measured)
-        if following is not None:
-            self._go_on_with(following)
 
     def _compared(self, measured: Measured) -> Following | None:
         expected_s = self._step.step_s
