@@ -139,7 +139,8 @@ def killed(folder: Path, world: int, num_steps: int, num_kills: int, chance: ran
 
 def measured(folder: Path, world: int, num_steps: int, num_kills: int, seed: int) -> tuple[int, list[str]]:
     """How many kills there were, and what was wrong."""
-    from hightide.checkpoint.files.folder import damages, latest
+    from hightide.checkpoint.choosing import latest
+    from hightide.checkpoint.files.folder import damages
 
     whole, struck = folder / "whole", folder / "struck"
     for one in (whole, struck):

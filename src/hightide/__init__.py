@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hightide.api import on_all_ranks, plan, record, stats, unwrap, wrap, wrap_frozen
-    from hightide.checkpoint.files.folder import latest
+    from hightide.checkpoint.choosing import latest
     from hightide.checkpoint.load import Loaded, load
     from hightide.checkpoint.prepare import prepare_saves
     from hightide.checkpoint.save import save
@@ -66,7 +66,7 @@ _HOMES = {
     "Verdict": "hightide.verification.verdict",
     "bucket_lengths": "hightide.data.buckets",
     "from_pretrained": "hightide.integrations.pretrained",
-    "latest": "hightide.checkpoint.files.folder",
+    "latest": "hightide.checkpoint.choosing",
     "load": "hightide.checkpoint.load",
     "optimizer_state_dict": "hightide.checkpoint.state_dicts",
     "prepare_saves": "hightide.checkpoint.prepare",

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hightide.checkpoint.files import filesystem, folder, leftovers, writer
-from hightide.checkpoint.files.folder import latest
+from hightide.checkpoint.files.folder import newest_whole
 from hightide.checkpoint.files.keeping import keep_only
 from hightide.checkpoint.files.writer import CheckpointWriter
 from small_checkpoints import content, write
@@ -128,8 +128,8 @@ def problem_after(log: Any, num_calls: int, way: str, place: Path, goes_on: bool
     model = importlib.import_module("crash_model")
     model.write_tree(place, model.crashed(log, num_calls, way, random.Random(num_calls)))
     try:
-        committed, newest = log.committed_step(num_calls), latest(place)
-        if newest != latest(place, verify=True):
+        committed, newest = log.committed_step(num_calls), newest_whole(place)[0]
+        if newest != newest_whole(place, verify=True)[0]:
             return f"{newest} is not whole"
         if committed is not None and (newest is None or int(newest.name[5:].partition(".")[0]) < committed):
             return f"{committed} was saved, {newest} is the newest"
@@ -138,7 +138,7 @@ def problem_after(log: Any, num_calls: int, way: str, place: Path, goes_on: bool
         if goes_on:
             write(place, 6, 10)
             wrong = [name for name in os.listdir(place) if "." in name]
-            return f"{wrong} is left" if wrong or latest(place, verify=True) != place / "step-6" else None
+            return f"{wrong} is left" if wrong or newest_whole(place, verify=True)[0] != place / "step-6" else None
         return None
     finally:
         shutil.rmtree(place)

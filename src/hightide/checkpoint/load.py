@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hightide.checkpoint.choosing import chosen
 from hightide.checkpoint.files import folder as folders
 from hightide.checkpoint.files.checked import DamagedFile
+from hightide.checkpoint.files.folder import GoneCheckpoint, held
 from hightide.checkpoint.files.verified import Needed, all_of, verified_parts
 from hightide.checkpoint.fitting import OPTIMIZER, Checkpoint, StateKey, Targets, check_optimizer, targets_of
 from hightide.checkpoint.places import Places, PlainPlaces, RunPlaces
 from hightide.checkpoint.ranked_training import set_own_state
-from hightide.checkpoint.state_dicts import as_state_dict, chosen, load_torch_file, state_of
+from hightide.checkpoint.state_dicts import as_state_dict, load_torch_file, state_of
 from hightide.checkpoint.training import STEP, Group, OptimizerState, optimizer_state
 from hightide.integrations.model_files import MODEL, TRAINED, tensors_of
-from hightide.ir.foreign import kind_of, shown
+from hightide.ir.foreign import kind_of, shown, user_path
 from hightide.loading.tensor_file import StoredTensor
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.process.interrupts import deferred, safe_point
@@ -37,6 +40,8 @@ from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.shard.agreement import of_each
 from hightide.shard.collectives import Collectives
+
+TRIES = 5  # of a folder in which checkpoints come and go
 
 
 @dataclass(frozen=True)
@@ -56,16 +61,35 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str 
     torch.save has put state dicts. `optimizer=None` loads the weights alone: an optimizer that is there keeps its
     states, a fresh one begins with the weights. Schedulers, scalers and dataloaders get theirs from `.extra`.
     """
-    run = pair_of(model, optimizer)
-    between, path = None if run is None else run.between, Path(folder)
-    collectives = None if between is None else between.collectives
+    run, path = pair_of(model, optimizer), user_path(folder)
     if path.is_file():
         rest = load_torch_file(model, optimizer, path)
         step = rest.get("step")
         return Loaded(step if type(step) is int else None, rest, path)
-    with deferred, torch.no_grad(), torch.device("cpu"):  # whatever device is the default
+    if run is not None and run.between is not None:
+        return _loaded(model, optimizer, run, path, run.between.collectives)
+    for left in reversed(range(TRIES)):
+        one = chosen(path)
+        try:
+            return _loaded(model, optimizer, run, one)
+        except GoneCheckpoint:  # another process saves into this folder
+            if one == path or not left:
+                raise
+    raise AssertionError("the last one returns or raises")
+
+
+def _loaded(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    run: Run | None,
+    path: Path,
+    collectives: Collectives | None = None,
+) -> Loaded:
+    """`path`: a checkpoint; with `collectives` what the user has named, from which the first rank chooses."""
+    with ExitStack() as stack, deferred, torch.no_grad(), torch.device("cpu"):  # whatever device is the default
 
         def opened(of: Path) -> tuple[Checkpoint, Targets]:
+            stack.enter_context(held(of))
             checkpoint = Checkpoint.open(of)
             targets = targets_of(model, run, checkpoint)
             if optimizer is not None:
@@ -73,7 +97,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str 
             return checkpoint, targets
 
         if collectives is None:
-            checkpoint, targets = opened(chosen(path))
+            checkpoint, targets = opened(path)
         else:
             checkpoint, targets = _opened_by_all(collectives, path, opened)
         try:

@@ -15,6 +15,7 @@ from torch import nn
 
 from hightide.checkpoint.files.folder import found
 from hightide.checkpoint.load import pair_of
+from hightide.ir.foreign import user_path
 from hightide.ir.save_sizes import BLOCK_BYTES, NUM_STAGED, TILE_BYTES
 from hightide.planner.predict.save_forecast import SaveForecast
 from hightide.planner.solution import Searched
@@ -50,7 +51,7 @@ def prepare_saves(model: nn.Module, folder: str | os.PathLike[str] | None = None
     run.check_values()
     told = run.save_forecast
     knows_less = told is not None and told.num_bytes >= LEAST_BYTES and told.speed_source in ("assumed", "estimated")
-    speed = _speed(Path(folder)) if folder is not None and knows_less else None
+    speed = _speed(user_path(folder)) if folder is not None and knows_less else None
     run.when_memory_is_fixed = partial(_prepare, weakref.ref(run), speed)  # another plan has other memory
     run.when_memory_is_fixed()
     return run.save_forecast

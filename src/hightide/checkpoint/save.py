@@ -31,6 +31,7 @@ from hightide.checkpoint.shared_content import SharedContent
 from hightide.checkpoint.training import TRAINING, OfRank, Training, taken, to_files
 from hightide.checkpoint.writing import Content, SavedValues
 from hightide.integrations.model_files import model_files, tensors_of
+from hightide.ir.foreign import user_path
 from hightide.ir.plan import Plan, Update
 from hightide.ir.refusal import Refused
 from hightide.ir.units import format_bytes
@@ -82,7 +83,7 @@ def save(
     _check("busy", busy, ("wait", "refuse"))
     check_keeping(keep, keep_every)
     form = _Form(step_name, {}, keep, keep_every)
-    return _saved(model, optimizer, Path(folder), form, step, extra, rank_extra, wait, OnError(on_error), busy)
+    return _saved(model, optimizer, user_path(folder), form, step, extra, rank_extra, wait, OnError(on_error), busy)
 
 
 def save_for_trainer(
@@ -97,7 +98,7 @@ def save_for_trainer(
     """As `folder/checkpoint-N`, with small files of the caller's own, and `extra` as of `save`. What goes wrong is
     raised at the next step() or save."""
     form = _Form(trainer_name, files, None, None)
-    return _saved(model, optimizer, Path(folder), form, step, extra, None, wait, OnError.RAISE, "wait")
+    return _saved(model, optimizer, user_path(folder), form, step, extra, None, wait, OnError.RAISE, "wait")
 
 
 @dataclass(frozen=True)

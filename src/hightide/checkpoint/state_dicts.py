@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hightide.checkpoint.choosing import chosen
 from hightide.checkpoint.files.checked import DamagedFile
-from hightide.checkpoint.files.folder import found, refusal
-from hightide.checkpoint.files.manifest import NAME
-from hightide.checkpoint.files.names import GONE, TMP, parse_name
+from hightide.checkpoint.files.folder import held, refusal
 from hightide.checkpoint.files.verified import verified_tensors
 from hightide.checkpoint.fitting import OF_MASTERS, OPTIMIZER, Checkpoint, StateKey
-from hightide.checkpoint.training import STEP, TRAINING, Group, OptimizerState
-from hightide.ir.foreign import kind_of, shown
+from hightide.checkpoint.training import STEP, Group, OptimizerState
+from hightide.ir.foreign import kind_of, shown, user_path
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
-TRAINER_STATE = "trainer_state.json"  # of transformers, which need not be there
 
 
 def optimizer_state_dict(folder: str | Path) -> dict[str, Any]:
@@ -30,8 +27,9 @@ def optimizer_state_dict(folder: str | Path) -> dict[str, Any]:
 
     The optimizer must be made as the one that was saved: the same groups, with the same parameters in the same order.
     Master copies of 16-bit parameters are left out, plain PyTorch has none; `hightide.load` takes them."""
-    with torch.device("cpu"):  # whatever device is the default
-        checkpoint = Checkpoint.open(chosen(Path(folder)))
+    path = chosen(user_path(folder))
+    with held(path), torch.device("cpu"):  # whatever device is the default
+        checkpoint = Checkpoint.open(path)
         saved = checkpoint.training.optimizer
         if saved is None:
             raise ValueError(f"{shown(checkpoint.path)} was saved without an optimizer")
@@ -64,34 +62,6 @@ def state_of(saved: OptimizerState, name: str, states: Mapping[str, Mapping[str,
         return None
     count = {STEP: torch.tensor(float(saved.updates[name]))} if saved.counts and name in saved.updates else {}
     return {**count, **states.get(name, {}), **saved.others.get(name, {})}
-
-
-def chosen(path: Path) -> Path:
-    """A checkpoint, or the newest whole one of a folder of them. Newer ones that are damaged are told: with each of
-    them steps are lost. A save that was cut off never was one."""
-    if (path / NAME).exists():
-        return path
-    there = [one for one in reversed(found(path)) if one.path.suffix not in (TMP, GONE)]
-    newest = next((index for index, one in enumerate(there) if one.is_whole), None)
-    if newest is not None:
-        for one in there[:newest]:
-            problem = "is of the plain Trainer" if _is_plain(one.path) else f"is damaged: {shown(one.problem)}"
-            warnings.warn(
-                f"{shown(one.path)} {problem}; {shown(there[newest].path)} is taken instead",
-                stacklevel=3,
-            )
-        return there[newest].path
-    if ours := next((one for one in there if not _is_plain(one.path)), None):
-        raise refusal(ours.path, shown(ours.problem))
-    if path.is_dir() and parse_name(path.name) is not None:
-        raise refusal(path, f"it has no {NAME}")
-    raise ValueError(f"there is no whole checkpoint in {shown(path)}; name a folder in which hightide.save has saved")
-
-
-def _is_plain(path: Path) -> bool:
-    """Of transformers' Trainer, whose folders have the same names."""
-    names = NAME, TRAINING
-    return (path / TRAINER_STATE).is_file() and not any((path / name).is_file() for name in names)
 
 
 def load_torch_file(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> dict[str, Any]:

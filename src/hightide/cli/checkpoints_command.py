@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hightide.checkpoint.files.folder import Found, damages, found, manifest_of
+from hightide.checkpoint.files.folder import Found, GoneCheckpoint, damages, found, held, manifest_of
 from hightide.checkpoint.files.manifest import NAME
 from hightide.checkpoint.files.names import GONE, TMP, parse_name
 from hightide.cli.train.run_folder import CHECKPOINTS
@@ -140,7 +140,11 @@ def _read_through(
     if report.state != WHOLE:
         return report
     tell(f"step {report.step}")
-    wrong = damages(report.path, read)
+    try:
+        with held(Path(report.path)):
+            wrong = damages(report.path, read)
+    except GoneCheckpoint:
+        return replace(report, state=UNFINISHED)
     return replace(report, state=DAMAGED if wrong else VERIFIED, problems=tuple(wrong))
 
 

@@ -76,6 +76,17 @@ def _cut(text: str, most: int) -> str:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
+def user_path(value: object, name: str = "folder") -> Path:
+    """That an argument names. "~" is the user's home, as a shell has it. ValueError for what is none."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(path := os.fspath(value), str) or not path:
+        what = "empty" if value == "" else kind_of(value)
+        hint = " (hightide.latest returns None where there is no whole checkpoint)" if value is None else ""
+        raise ValueError(f"{name} is {what}{hint}; pass a path, such as 'checkpoints'")
+    if "\0" in path:
+        raise ValueError(f"{name}={quoted(path)} has a NUL in it, which no path may have")
+    return Path(path).expanduser() if path.startswith("~") else Path(path)
+
+
 def open_regular(path: str | Path, what: str, follow: bool = True, folder: int | None = None) -> BinaryIO:
     """For reading. A pipe would wait for whoever writes into it, a device might never end. `follow`: it may be a link.
     A relative path is one of `folder`, which is open."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hightide.ir.foreign import quoted
+from hightide.ir.foreign import quoted, user_path
 from hightide.ir.units import parse_bytes
 
 _SEVERAL = re.compile(r":\s*\d[^:,/]*,")  # a size, and more after it
@@ -73,7 +73,7 @@ def parse_disks(value: str | Sequence[str | DiskLimit] | None, name: str) -> tup
             raise ValueError(
                 f"{name}={quoted(entry)} is more than one folder; give each by itself, in a list or one option each"
             )
-        disks.append(DiskLimit(path, parse_bytes(size, f"{name} of {quoted(path)}")))
+        disks.append(DiskLimit(str(user_path(path, name)), parse_bytes(size, f"{name} of {quoted(path)}")))
     paths = [disk.path for disk in disks]
     if len(set(paths)) != len(paths):
         raise ValueError(f"{name} names a folder twice: {quoted(paths)}; give each folder once, with its whole size")

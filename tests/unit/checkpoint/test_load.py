@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 import hightide
 from disk_plans import placed
+from hightide.checkpoint import load as load_module
 from hightide.checkpoint import places
+from hightide.checkpoint.files.folder import GoneCheckpoint
 from hightide.optim.chunk_updates import ChunkUpdates
 from hightide.runtime.surgery import run_of
 
@@ -268,6 +271,41 @@ def test_a_newest_one_that_is_not_whole_is_told_and_named_where_there_is_no_othe
             ValueError, match=r"step-4 is damaged: training.json has 2 bytes.*no whole checkpoint beside"
         ):
             read()
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_folder_into_which_another_process_saves(
+    is_wrapped: bool, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is replaced while it is loaded: the one that took its place is loaded. By its name it is told."""
+    model, optimizer = pair(is_wrapped, seed=1)
+    other, its = pair(False, seed=5)
+    name = "_fill_run" if is_wrapped else "_fill_plain"
+    fill, replaced = getattr(load_module, name), []
+
+    def replace_first(*args: Any) -> None:
+        if not replaced:
+            with torch.enable_grad():
+                train(other, its, 6)  # else it is the same to the bit
+            replaced.append(hightide.save(other, its, saved.parent, step=2).path)
+        fill(*args)
+
+    monkeypatch.setattr(load_module, name, replace_first)
+    with pytest.raises(GoneCheckpoint, match="step-2 was removed, or replaced by another save"):
+        hightide.load(model, optimizer, saved)
+    replaced.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hightide.load(model, optimizer, saved.parent).extra is None
+    assert_equal_values(values(model), values(other))
+
+
+def test_folders_that_are_none(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = pair(False)
+    refused(None, model, optimizer, "folder is None .hightide.latest returns None.*; pass a path")  # type: ignore[arg-type]
+    monkeypatch.setenv("HOME", str(saved.parent.parent))
+    assert hightide.load(model, optimizer, "~/saved").path == saved == hightide.latest("~/saved")
+    assert hightide.save(model, optimizer, "~/other", step=3).path == saved.parent.parent / "other" / "step-3"
 
 
 def test_folders_of_the_plain_trainer_beside_checkpoints_are_not_called_damaged(saved: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hightide.doctor.known import load_machine
 from hightide.ir import foreign
 from hightide.ir.codec import build, from_json
-from hightide.ir.foreign import kind_of, quoted, read_json, read_text, shown, with_article
+from hightide.ir.foreign import kind_of, quoted, read_json, read_text, shown, user_path, with_article
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.units import parse_bytes
@@ -135,3 +135,15 @@ def test_articles_follow_how_a_name_is_said() -> None:
     names = ["Embedding", "LSTM", "UNet", "Linear", "MLP", "OrderedDict", "T5Model", "GPT2LMHeadModel"]
     articles = [with_article(name).split(" ")[0] for name in names]
     assert articles == ["an", "an", "a", "a", "an", "an", "a", "a"]
+
+
+@pytest.mark.parametrize("value", [None, 3, b"x", "", "a\0b", ["x"]])
+def test_what_names_no_folder(value: object) -> None:
+    with pytest.raises(ValueError, match="folder"):
+        user_path(value)
+
+
+def test_the_users_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_path("~/a b") == user_path(Path("~/a b")) == Path("/home/me/a b")
+    assert user_path("~") == Path("/home/me") and user_path("a/~") == Path("a/~")

@@ -64,7 +64,12 @@ def test_a_size_in_the_middle_is_no_part_of_a_folder_name():
 
 def test_a_disk_given_twice_is_rejected():
     with pytest.raises(ValueError, match=r"names a folder twice"):
-        Limits(disk=["/a:1GB", "/a:2GB"])
+        Limits(disk=["/a:1GB", "/a/:2GB"])
+
+
+def test_a_disk_in_the_users_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert Limits(disk="~/scratch:1GB").disks == (DiskLimit("/home/me/scratch", 10**9),)
 
 
 def test_limits_are_frozen_and_equal_by_value():

@@ -148,10 +148,11 @@ def close(file: int) -> None:
     os.close(file)
 
 
-def lock(file: int) -> bool | None:
-    """Whether it is ours from here on, until it is closed or this process ends. None: nothing can be locked there."""
+def lock(file: int, shared: bool = False) -> bool | None:
+    """Whether it is ours from here on, alone or `shared`, until it is closed or this process ends. None: nothing can be
+    locked there."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _BUSY:
             return False

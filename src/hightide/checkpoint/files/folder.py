@@ -6,17 +6,19 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hightide.checkpoint.files import filesystem
-from hightide.checkpoint.files.leftovers import checkpoint_in
+from hightide.checkpoint.files.leftovers import checkpoint_in, exists
 from hightide.checkpoint.files.manifest import FileSums, Manifest, read_manifest
 from hightide.checkpoint.files.names import GONE, OLD, TMP, parse_name
 from hightide.ir.foreign import open_regular, shown
 
 WHAT = "file of a checkpoint"
 READ_BYTES = 8 * 1024**2  # at once
+LOOKS = 5
 _UNFINISHED = {TMP: "a save that is under way, or was cut off", GONE: "a removal that is under way, or was cut off"}
 
 
@@ -38,6 +40,10 @@ class DamagedCheckpoint(ValueError):
     """What is wrong with one, and which one is whole."""
 
 
+class GoneCheckpoint(ValueError):
+    """It is not there any more; see `held`."""
+
+
 def found(folder: str | Path) -> list[Found]:
     """By step, the oldest first. Sums are not looked at (`verify` does), and links are not followed."""
     folder = Path(folder)
@@ -48,21 +54,34 @@ def found(folder: str | Path) -> list[Found]:
     except OSError as error:
         raise ValueError(f"{shown(folder)} cannot be looked into: {error.strerror}; name a folder") from error
     try:
-        named = [(parsed, name) for name in os.listdir(parent) if (parsed := parse_name(name)) is not None]
-        # Of one step, one that was being replaced is the older one.
-        named.sort(key=lambda one: (one[0][0], one[0][1] == ""))
-        return [_look_at(folder, parent, name, step, kind) for (step, kind), name in named]
+        there = _looked_at(folder, parent)
+        for _ in range(LOOKS - 1):  # a save of another process may rename some meanwhile
+            if all(one.is_whole or exists(one.path.name, parent) for one in there):
+                break
+            there = _looked_at(folder, parent)
+        return there
     finally:
         filesystem.close(parent)
 
 
-def latest(folder: str | Path, verify: bool = False) -> Path | None:
-    """The newest whole checkpoint in a folder, by number; None where there is none. `verify` reads all of it, and
-    passes over one whose sums are not those of its manifest."""
+def _looked_at(folder: Path, parent: int) -> list[Found]:
+    named = [(parsed, name) for name in os.listdir(parent) if (parsed := parse_name(name)) is not None]
+    # Of one step, one that was being replaced is the older one.
+    named.sort(key=lambda one: (one[0][0], one[0][1] == ""))
+    return [_look_at(folder, parent, name, step, kind) for (step, kind), name in named]
+
+
+def newest_whole(folder: str | Path, verify: bool = False) -> tuple[Path | None, list[Found]]:
+    """By number, and those that are newer and damaged, the newest first. A save that was cut off never was one."""
+    damaged: list[Found] = []
     for one in reversed(found(folder)):
-        if one.is_whole and not (verify and damages(one.path)):
-            return one.path
-    return None
+        if one.path.suffix in _UNFINISHED:
+            continue
+        wrong = damages(one.path) if one.is_whole and verify else []
+        if one.is_whole and not wrong:
+            return one.path, damaged
+        damaged.append(replace(one, problem=wrong[0]) if wrong else one)
+    return None, damaged
 
 
 def damages(path: str | Path, read: Callable[[int], object] | None = None) -> list[str]:
@@ -88,7 +107,7 @@ def refusal(path: str | Path, problem: str, num_more: int = 0) -> DamagedCheckpo
     """Of a checkpoint that is damaged: what is wrong, and the newest one that is whole, which is read for that."""
     path = Path(path)
     more = f" (and {num_more} more)" if num_more else ""
-    whole = latest(path.absolute().parent, verify=True)
+    whole, _ = newest_whole(path.absolute().parent, verify=True)
     offer = f"the newest whole checkpoint is {shown(whole)}" if whole else "there is no whole checkpoint beside it"
     return DamagedCheckpoint(f"{shown(path)} is damaged: {problem}{more}; {offer}")
 
@@ -115,6 +134,44 @@ def manifest_of(path: Path) -> Manifest:
     if problem is not None:
         raise ValueError(problem)
     return manifest
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """While a checkpoint is read, no save removes it to keep fewer, where folders can be locked. GoneCheckpoint if it
+    went all the same, or another save took its place: then nothing is wrong with it."""
+    try:
+        folder = filesystem.open_folder(path)
+    except FileNotFoundError:
+        raise _gone(path) from None
+    except OSError as error:
+        raise ValueError(f"{shown(path)} is no checkpoint: {error.strerror}; name a folder of one") from error
+    try:
+        if filesystem.lock(folder, shared=True) is False or not _is_there(path, folder):
+            raise _gone(path)
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            if _is_there(path, folder):
+                raise
+            raise _gone(path) from error
+    finally:
+        filesystem.close(folder)
+
+
+def _gone(path: Path) -> GoneCheckpoint:
+    return GoneCheckpoint(
+        f"{shown(path)} was removed, or replaced by another save, while it was read: load again, and let more "
+        "checkpoints stay (keep=) if that happens often"
+    )
+
+
+def _is_there(path: Path, folder: int) -> bool:
+    """It is still the folder that is open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(folder))
+    except FileNotFoundError:
+        return False
 
 
 def _look_at(folder: Path, parent: int, name: str, step: int, kind: str) -> Found:

@@ -36,7 +36,8 @@ def superfluous(there: list[Found], keep: int, keep_every: int | None, written_s
 
 
 def keep_only(folder: str | Path, keep: int | None, keep_every: int | None, written_step: int) -> list[Path]:
-    """After a save. Returns what was removed; ValueError for what could not be."""
+    """After a save. Returns what was removed; ValueError for what could not be. One that is being read goes after a
+    later save."""
     check_keeping(keep, keep_every)
     if keep is None:
         return []
@@ -44,10 +45,25 @@ def keep_only(folder: str | Path, keep: int | None, keep_every: int | None, writ
     parent = filesystem.open_folder(folder)
     try:
         for one in superfluous(found(folder), keep, keep_every, written_step):
-            leftovers.remove_checkpoint(one.path.name, parent, folder)
-            removed.append(one.path)
+            if _remove(one.path.name, parent, folder):
+                removed.append(one.path)
     except OSError as error:
         raise ValueError(f"an old checkpoint cannot be removed: {error}") from error
     finally:
         filesystem.close(parent)
     return removed
+
+
+def _remove(name: str, parent: int, folder: Path) -> bool:
+    """False: somebody reads it, or another process has removed it meanwhile."""
+    try:
+        there = filesystem.open_below(name, parent)
+    except FileNotFoundError:
+        return False
+    try:
+        if filesystem.lock(there) is False or not leftovers.exists(name, parent):
+            return False
+        leftovers.remove_checkpoint(name, parent, folder)
+        return True
+    finally:
+        filesystem.close(there)

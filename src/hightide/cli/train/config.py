@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class ModelConfig:
     vocabulary: int = 512
 
     def __post_init__(self) -> None:
+        _expand_home(self, "path")
         if self.dtype is Dtype.FLOAT16:
             raise ValueError("--dtype float16 needs its losses scaled, which this command does not do; use bfloat16")
         for name in ("hidden", "layers", "heads", "feed_forward", "vocabulary"):
@@ -72,6 +74,7 @@ class DataConfig:
     date: str | None = None  # of chat templates that write today's, such as 2026-11-18; None: when the run began
 
     def __post_init__(self) -> None:
+        _expand_home(self, "path")
         _at_least(1, self.sequences, "data.sequences")
         if self.length is not None:
             _at_least(2, self.length, "data.length")
@@ -92,6 +95,7 @@ class EvalConfig:
     every: int | None = None  # None: ten times in the run
 
     def __post_init__(self) -> None:
+        _expand_home(self, "path")
         if self.path is not None and self.share is not None:
             raise ValueError("eval.path and eval.share are both given; choose one of --eval-data and --eval-share")
         if self.share is not None and not 0 < self.share < 1:
@@ -235,6 +239,7 @@ class TrainConfig:
     resume: bool | None = None
 
     def __post_init__(self) -> None:
+        _expand_home(self, "out")
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
             raise ValueError(f"name={quoted(self.name)} names a folder; use letters, digits, '-', '_' and '.'")
         _at_most(MAX_NAME, len(self.name), "the length of name")
@@ -283,6 +288,13 @@ def parse_date(text: str) -> date:
         raise ValueError(
             f"data.date={quoted(text)} is no date; write it as year-month-day, such as 2026-11-18"
         ) from None
+
+
+def _expand_home(config: object, name: str) -> None:
+    """A shell does not in `--out=~/runs`, and nobody does in a file of settings."""
+    path = getattr(config, name)
+    if path is not None:
+        object.__setattr__(config, name, os.path.expanduser(path))
 
 
 def _at_least(least: float, value: float, name: str) -> None:

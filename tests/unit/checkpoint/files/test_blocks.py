@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hightide.checkpoint.choosing import latest
 from hightide.checkpoint.files import blocks, filesystem, manifest, writer
-from hightide.checkpoint.files.folder import latest, verify
+from hightide.checkpoint.files.folder import verify
 from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.files.writer import CheckpointWriter, TensorFileWriter
 from hightide.ir.save_sizes import NUM_BLOCKS

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hightide.checkpoint.files import manifest
-from hightide.checkpoint.files.folder import damages, found, latest, verify
+from hightide.checkpoint.choosing import latest
+from hightide.checkpoint.files import folder, manifest
+from hightide.checkpoint.files.folder import GoneCheckpoint, damages, found, held, newest_whole, verify
 from small_checkpoints import write
 
 
@@ -58,7 +61,40 @@ def test_what_is_found_says_why_it_is_not_whole(tmp_path: Path) -> None:
         10: "a removal that is under way",
     }.items():
         assert message in str(problems.pop(step))
-    assert not problems and latest(tmp_path) == tmp_path / "step-1"
+    assert not problems and newest_whole(tmp_path)[0] == tmp_path / "step-1"
+
+
+def test_one_that_went_while_it_was_read_is_not_called_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    with (
+        pytest.raises(GoneCheckpoint, match="step-1 was removed, or replaced by another save"),
+        held(tmp_path / "step-1"),
+    ):
+        write(tmp_path, 1)
+        raise ValueError("sums")
+    with pytest.raises(GoneCheckpoint, match="step-2 was removed"), held(tmp_path / "step-2"):
+        shutil.rmtree(tmp_path / "step-2")
+        raise FileNotFoundError
+    with pytest.raises(GoneCheckpoint), held(tmp_path / "step-2"):
+        pytest.fail("it is not there")
+    with pytest.raises(ValueError, match="sums"), held(tmp_path / "step-1"):
+        raise ValueError("sums")
+
+
+def test_what_a_save_renames_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is saved again is there at every moment, under one of two names."""
+    write(tmp_path, 5)
+    (tmp_path / "step-5").rename(tmp_path / "step-5.old")
+    look_at = folder._look_at
+
+    def rename(*args: Any) -> folder.Found:
+        if (tmp_path / "step-5.old").exists():
+            (tmp_path / "step-5.old").rename(tmp_path / "step-5")
+        return look_at(*args)
+
+    monkeypatch.setattr(folder, "_look_at", rename)
+    assert [(one.path.name, one.is_whole) for one in found(tmp_path)] == [("step-5", True)]
 
 
 def flip(path: Path, offset: int) -> None:
@@ -73,7 +109,7 @@ def test_a_changed_bit_names_its_file_and_piece_and_the_newest_whole_one(tmp_pat
     flip(tmp_path / "step-3" / "optimizer.safetensors", 5000)
     flip(tmp_path / "step-2" / "training.json", 3)
     assert latest(tmp_path) == tmp_path / "step-3"  # sizes do not tell
-    assert latest(tmp_path, verify=True) == tmp_path / "step-1"
+    assert newest_whole(tmp_path, verify=True)[0] == tmp_path / "step-1"
     with pytest.raises(ValueError) as raised:
         verify(tmp_path / "step-3")
     text = str(raised.value)

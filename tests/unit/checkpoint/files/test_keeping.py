@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hightide.checkpoint.files import keeping
+from hightide.checkpoint.files.folder import found, held, verify
 from hightide.checkpoint.files.keeping import check_keeping, keep_only
 from small_checkpoints import write
 
@@ -46,6 +49,24 @@ def test_those_that_are_not_whole_do_not_count(tmp_path: Path) -> None:
         os.truncate(tmp_path / f"step-{step}" / "model.safetensors", 3)
     keep_only(tmp_path, 2, None, written_step=6)
     assert steps(tmp_path) == [4, 5, 6]
+
+
+def test_one_that_is_read_goes_after_a_later_save(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, numel=2)
+    with held(tmp_path / "step-1"):
+        assert keep_only(tmp_path, 1, None, written_step=3) == [tmp_path / "step-2"]
+        verify(tmp_path / "step-1")
+    assert keep_only(tmp_path, 1, None, written_step=3) == [tmp_path / "step-1"]
+
+
+def test_one_that_another_process_has_removed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, numel=2)
+    there = found(tmp_path)
+    monkeypatch.setattr(keeping, "found", lambda _: there)
+    shutil.rmtree(tmp_path / "step-1")
+    assert keep_only(tmp_path, 1, None, written_step=3) == [tmp_path / "step-2"]
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:

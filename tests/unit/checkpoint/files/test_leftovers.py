@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from hightide.checkpoint.choosing import latest
 from hightide.checkpoint.files import filesystem, leftovers
-from hightide.checkpoint.files.folder import damages, latest
+from hightide.checkpoint.files.folder import damages
 from hightide.checkpoint.files.manifest import MARKER
 from hightide.checkpoint.files.writer import CheckpointWriter
 from small_checkpoints import content, write

@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from hightide.checkpoint.choosing import latest
 from hightide.checkpoint.files import filesystem, manifest, writer
 from hightide.checkpoint.files.blocks import NUM_WRITERS, THREAD
-from hightide.checkpoint.files.folder import latest, verify
+from hightide.checkpoint.files.folder import verify
 from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.files.writer import CheckpointWriter
 from hightide.ir.save_sizes import NUM_BLOCKS

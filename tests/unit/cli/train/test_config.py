@@ -220,3 +220,12 @@ def test_the_demo_limits_the_accelerator_below_the_states_of_its_model() -> None
     assert gpu_bytes is not None
     assert gpu_bytes < 16 * num_params
     assert limits.disks, "it shows all three tiers"
+
+
+def test_paths_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "settings.yaml"
+    path.write_text("out: ~/runs\nmodel: {path: ~/llama}\ndata: {path: ~/a~.jsonl}\n")
+    config = load_config(path, TrainOptions(eval_data="~/b"))
+    paths = config.out, config.model.path, config.data.path, config.eval.path
+    assert paths == ("/home/me/runs", "/home/me/llama", "/home/me/a~.jsonl", "/home/me/b")
