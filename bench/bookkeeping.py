@@ -142,7 +142,7 @@ def wrapped(num_blocks: int, variant: Variant) -> tuple[Run, WrappedOptimizer]:
     )
     run = run_of(model)
     assert run is not None and isinstance(optimizer, WrappedOptimizer)
-    optimizer._updates._rule = NoArithmetic(optimizer._rule)
+    optimizer.updates._rule = NoArithmetic(optimizer.rule)
     if variant.trains:  # a dispatch mode would cost more than all else, and a GPU has none
         nothing: dict[str, Callable[..., Any]] = {"meter": lambda _: nullcontext(), "unmetered": nullcontext}
         vars(run.gpu).update(nothing, adopt=lambda *_: None)

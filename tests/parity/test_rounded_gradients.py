@@ -466,7 +466,7 @@ def test_what_is_added_twice_to_the_sum_of_several_passes_is_rounded_alike_every
 
 
 def wrapped_moments(optimizer: Any, key: str) -> list[Tensor]:
-    return [moment.view for moment in optimizer._updates.moments.of(key)]
+    return [moment.view for moment in optimizer.updates.moments.of(key)]
 
 
 @pytest.mark.parametrize("where", ["streamed", "mixed", long("all on the gpu"), long("states on host")])

@@ -34,9 +34,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
     working: its list of groups is this one's."""
 
     _home: Run
-    _rule: Rule
+    rule: Rule
     _groups: Groups
-    _updates: ChunkUpdates
+    updates: ChunkUpdates
     _states: States
     _original: torch.optim.Optimizer
     _former: FormerStates
@@ -74,14 +74,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with uninterrupted:  # it is done or not done, whatever interrupts it
             if self._run.plan.update is Update.IN_BACKWARD:
-                self._updates.check_promise()
+                self.updates.check_promise()
                 if self._run.executor.promises.has_gradients:
-                    self._run.gradients.refuse_dropped(self._updates.used)
+                    self._run.gradients.refuse_dropped(self.updates.used)
             try:
-                self._updates.follow()
+                self.updates.follow()
                 self._run.step()
             finally:
-                self._updates.end_step()
+                self.updates.end_step()
             self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
         return loss
 
@@ -125,7 +125,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 saved = super().state_dict()
         finally:
             self._packed = None
-        saved = add_masters(saved, self._run, self._params(), self._updates.masters_differ)
+        saved = add_masters(saved, self._run, self._params(), self.updates.masters_differ)
         return saved if self._run.gets_whole else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,10 +140,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             """What the user's own hooks have left; nothing has changed yet."""
-            self._updates.refuse_if_issued("a state of the optimizer is loaded")
+            self.updates.refuse_if_issued("a state of the optimizer is loaded")
             self._run.secure()
             for group in state_dict["param_groups"]:
-                self._rule.check(group)
+                self.rule.check(group)
             self._states.check(self._states_by_key(state_dict))
             given.update(state_dict)
             return {**state_dict, "state": {}}
@@ -151,7 +151,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         def fill(_: Any) -> None:
             self._states.fill(self._states_by_key(given))
             if take_masters(given, self._run, self._params()):
-                self._updates.masters_differ = True
+                self.updates.masters_differ = True
 
         begin, end = self.register_load_state_dict_pre_hook, self.register_load_state_dict_post_hook
         with begin(take), end(fill, prepend=True):
@@ -160,23 +160,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
     # -- for checkpoints ------------------------------------------------------------------------------------------
 
     @property
-    def rule(self) -> Rule:
-        return self._rule
-
-    @property
-    def updates(self) -> ChunkUpdates:
-        return self._updates
-
-    @property
     def others(self) -> dict[str, dict[str, Any]]:
         """What lies beside the states of the rule, and all of a parameter that has no room for states."""
         return self._states.others
 
     def check_renewal(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Whether `renew` may be called with these: nothing has changed if it raises."""
-        self._updates.refuse_if_issued("a checkpoint is loaded")
+        self.updates.refuse_if_issued("a checkpoint is loaded")
         for group, its in zip(self.param_groups, options, strict=True):
-            self._rule.check({**group, **its})
+            self.rule.check({**group, **its})
 
     def renew(
         self,
@@ -189,7 +181,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._states.renew(counts, others)
         for group, its in zip(self.param_groups, options, strict=True):
             group.update(its)
-        self._updates.masters_differ = True
+        self.updates.masters_differ = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Torch's would put states and groups beside the true ones."""
@@ -289,13 +281,13 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> WrappedOptimize
     # GradScaler must unscale p.grad itself.
     patched = {"step", "param_groups", "state", "_step_supports_amp_scaling"}
     wrapped.__dict__.update({name: value for name, value in vars(original).items() if name not in patched})
-    wrapped._home, wrapped._rule, wrapped._original = run, rule, original
+    wrapped._home, wrapped.rule, wrapped._original = run, rule, original
     wrapped._groups = Groups(original, rule, run)
-    wrapped._updates = ChunkUpdates(
+    wrapped.updates = ChunkUpdates(
         rule, wrapped._groups, run.chunks, run.gradients, run.lanes.update_threads, run.await_states
     )
-    wrapped._states = States(run, rule, wrapped._updates, GroupedParams(original))
-    run.performer.updating.updates = wrapped._updates
+    wrapped._states = States(run, rule, wrapped.updates, GroupedParams(original))
+    run.performer.updating.updates = wrapped.updates
     run.options = wrapped._groups.options
     wrapped._former = FormerStates(original, run.keys, tuple(state.name for state in rule.states))
     try:

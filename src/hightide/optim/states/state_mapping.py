@@ -16,7 +16,6 @@ from hightide.optim.rule import Rule
 from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.process.interrupts import safe_point
 from hightide.process.system import return_freed_memory
-from hightide.runtime.chunks.between_ranks import BetweenRanks
 from hightide.runtime.chunks.homes import DTYPES
 from hightide.runtime.run import Run
 
@@ -134,31 +133,30 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
 
     def copied(self) -> dict[Tensor, dict[str, Any]]:
         """Of the parameters that are in groups, as for a state dict. Of several ranks the first gets them."""
-        if (between := self._run.between) is not None:
-            return self._copied_by_all(between)
-        grouped = {id(param) for param in self._params}
-        copies: dict[Tensor, dict[str, Any]] = {}
-        for param in self:
-            if id(param) in grouped:
-                safe_point()
-                copies[param] = self[param].copied()
-        return copies
-
-    def _copied_by_all(self, between: BetweenRanks) -> dict[Tensor, dict[str, Any]]:
         self.await_updates()
-        moments, copies = self._updates.moments, {}
+        copies: dict[Tensor, dict[str, Any]] = {}
         for param in self._params:
             safe_point()
             key = self._run.keys[id(param)]
-            state: dict[str, Any] = {}
-            if key in moments:
+            if key in self._updates.moments:
                 self._run.await_states(key, changes=False)
-                if self._rule.step_name is not None:
-                    state[self._rule.step_name] = torch.tensor(float(moments.count(key)))
-                state |= {spec.name: between.whole_state(key, spec) for spec in self._rule.states}
+            state = self.copied_state(key)
             if self._run.gets_whole and self._has(key):
-                copies[param] = {**state, **self._others.get(key, {})}
+                copies[param] = state
         return copies
+
+    def copied_state(self, key: str) -> dict[str, Any]:
+        """Of one parameter, with copies of the moments on the host: the GPU has no room for them."""
+        moments, between, specs = self._updates.moments, self._run.between, self._rule.states
+        state: dict[str, Any] = {}
+        if key in moments:
+            if self._rule.step_name is not None:
+                state[self._rule.step_name] = torch.tensor(float(moments.count(key)))
+            if between is None:
+                state |= {spec.name: one.get() for spec, one in zip(specs, moments.of(key), strict=True)}
+            else:
+                state |= {spec.name: between.whole_state(key, spec) for spec in specs}
+        return {**state, **self._others.get(key, {})}
 
     def succeeded_by(self, given: Mapping[Tensor, Mapping[str, Any]]) -> States:
         """`optimizer.state = given`. These are of no use any more."""
@@ -325,16 +323,8 @@ class StateOf(MutableMapping[str, Any]):
         return repr(dict(self))
 
     def copied(self) -> dict[str, Any]:
-        """With copies of the moments, on the host: the GPU has no room for them."""
-        states = self._at_rest(changes=False)
-        moments = states._updates.moments
-        found: dict[str, Any] = {}
-        if self.key in moments:
-            if states._rule.step_name is not None:
-                found[states._rule.step_name] = torch.tensor(float(moments.count(self.key)))
-            for spec, moment in zip(states._rule.states, moments.of(self.key), strict=True):
-                found[spec.name] = moment.get()
-        return {**found, **states._others.get(self.key, {})}
+        """With copies of the moments, on the host."""
+        return self._at_rest(changes=False).copied_state(self.key)
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:
         return copy.deepcopy(self.copied(), memo)

@@ -141,7 +141,7 @@ class Training:
             self.model.zero_grad()
 
     def at_rest(self) -> Values:
-        moments = self.optimizer._updates.moments  # type: ignore[attr-defined]
+        moments = self.optimizer.updates.moments  # type: ignore[attr-defined]
         return at_rest(self.run, moments.__contains__)
 
     def close(self) -> None:
