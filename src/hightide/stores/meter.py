@@ -109,11 +109,6 @@ class StorageLedger:
     def peak_bytes(self) -> int:
         return self._peak_bytes
 
-    def reset_peak(self) -> None:
-        with self._lock:
-            self.catch_up()
-            self._peak_bytes = self._live_bytes
-
     def knows(self, storage: torch.UntypedStorage) -> bool:
         ref = self._known.get(id(storage))
         return ref is not None and ref() is storage
@@ -210,19 +205,6 @@ class AllocationMeter(DispatchMode):
     @property
     def peak_bytes(self) -> int:
         return self.ledger.peak_bytes
-
-    def reset_peak(self) -> None:
-        self.ledger.reset_peak()
-
-    def adopt(self, tensor: torch.Tensor, label: str | None = None) -> None:
-        """Counts an existing tensor's storage until it dies, unless it is known."""
-        for storage in _storages(tensor):
-            self.ledger.count(storage, self.label if label is None else label)
-
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """Never counts this tensor's storage."""
-        for storage in _storages(tensor):
-            self.ledger.ignore(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and (device := device_asked(func, args)) is not None:
