@@ -190,7 +190,9 @@ def problems_of(kind: str, victim: int, ranks: list[EndedRank]) -> list[str]:
 
 
 def is_told(rank: EndedRank, number: int, victim: int) -> bool:
-    """Who failed, at what this rank was, and what it has waited for."""
+    """Who failed, at what this rank was, and what it has waited for; or in what it differs, which all have found."""
+    if "Refused: ranks differ in " in rank.error:
+        return f" on rank {victim}" in rank.error
     return (
         f"RankFailure: rank {number}, at " in rank.error
         and f"rank {victim}" in rank.error

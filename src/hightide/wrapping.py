@@ -13,6 +13,7 @@ from hightide.asked import Asked
 from hightide.checkpoint.pretrained_folder import save_pretrained
 from hightide.free_memory import room_on, warn_of_moving_in, warn_of_reserve, warn_of_room
 from hightide.integrations import lora, transformers
+from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.loading.first_values import first_values
 from hightide.loading.unloaded import forget, origins_in, seem_unloaded
@@ -74,8 +75,7 @@ def wrap_model(
         with deferred, shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
             profiled = profile_of(asked)
             if collectives is not None:
-                given = "".join(one.digest for one in (plan, before) if one is not None)
-                check_same(collectives, {"the model and its example batch": profiled[0].fingerprint, "plan": given})
+                _check_same(asked, profiled[0], before, collectives)
             again = None if before is None else plan_again(before, asked, profiled, collectives)
             if again is not None:
                 solution: Solution = again
@@ -120,6 +120,20 @@ def profile_of(asked: Asked) -> Profiled:
     if not origins:
         return profile_calls(*about, device=asked.device)
     return profile_calls(*about, device=asked.device, source=loaded)
+
+
+def _check_same(asked: Asked, profile: ModelProfile, before: Plan | None, collectives: Collectives) -> None:
+    """All ranks ask for the same, but for limits and batches."""
+    given = "".join(one.digest for one in (asked.plan, before) if one is not None)
+    asked_for = {
+        "update=": str(asked.update),
+        "gradients=": str(asked.gradients),
+        "compile=": asked.compile,
+        "accumulate=": asked.accumulate,
+        "plan=": given,
+        "the optimizer": asked.rule.optimizer.__name__,
+    }
+    check_same(collectives, {"the model": profile.fingerprint} | asked_for, details=profile.facts)
 
 
 def _check_ranks(plan: Plan, collectives: Collectives | None) -> None:

@@ -395,22 +395,79 @@ def off_the_plan(rank: int, world: int, where: str) -> dict[str, Any]:
     return {"losses": losses, "plain": found, "issued": issued}
 
 
-def other_options(rank: int, world: int) -> str:
-    """A scheduler that follows each rank's own loss."""
+def other_acts(rank: int, world: int) -> dict[str, str]:
+    """What the last rank alone does between two forwards, or asks of `wrap`, and what all are told of it."""
     torch.set_num_threads(1)
+    batches, is_other = batches_of("hand_written", rank, 2, False), rank == world - 1
     model, example = built("hand_written")
-    optimizer = optimizer_of(model)
-    wrapped, stepping = hightide.wrap(
-        model, optimizer, example, plan=Plans(model, optimizer, example).of(world, "streamed")
-    )
-    batches = batches_of("hand_written", rank, 2, False)
-    steps(wrapped, stepping, batches[:1], None, 1)
-    stepping.param_groups[1]["lr"] *= 1.0 - 0.5 * rank
-    try:
-        steps(wrapped, stepping, batches[1:], None, 1)
-    except hightide.Refused as error:
-        return str(error)
-    return ""
+    made = Plans(model, optimizer_of(model), example)
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def wrapped(optimizer: Any = None, **options: Any) -> tuple[nn.Module, Any]:
+        model, example = built("hand_written")
+        if is_other and optimizer is not None:
+            optimizer(model)
+        return hightide.wrap(model, optimizer_of(model), example, **({"plan": made.of(world, "mixed")} | options))
+
+    def after_backward(act: Callable[[nn.Module, Any], object]) -> None:
+        model, optimizer = wrapped()
+        models.loss_of(model, batches[0]).backward()
+        if is_other:
+            act(model, optimizer)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3
+        optimizer.zero_grad()
+        try:
+            models.loss_of(model, batches[1])
+        finally:
+            hightide.unwrap(model)
+
+    def first(model: nn.Module) -> nn.Parameter:
+        return next(param for param in model.parameters() if param.dim() > 1)  # of a block
+
+    def loaded(seed: int) -> None:
+        model, _ = wrapped()
+        torch.manual_seed(seed)
+        model.load_state_dict({name: torch.randn(param.shape) for name, param in model.named_parameters()})
+        try:
+            models.loss_of(model, batches[1])
+        finally:
+            hightide.unwrap(model)
+
+    def average() -> None:
+        model, _ = wrapped()
+        models.loss_of(model, batches[0]).backward()
+        try:
+            dist.all_reduce(first(model).grad)
+        finally:
+            hightide.unwrap(model)
+
+    def freeze(model: nn.Module) -> None:
+        first(model).requires_grad_(False)
+
+    attempts: dict[str, Callable[[], object]] = {
+        "nothing": lambda: after_backward(lambda *_: None),
+        "options": lambda: after_backward(lambda _, optimizer: optimizer.param_groups[1].update(lr=1.0)),
+        "a gradient less": lambda: after_backward(lambda model, _: setattr(first(model), "grad", None)),
+        "clipped": lambda: after_backward(lambda model, _: clip(model.parameters(), 1e-4)),
+        "a little": lambda: after_backward(
+            lambda model, _: [param.grad.mul_(1 + 1e-6) for param in model.parameters()]
+        ),
+        "a group": lambda: after_backward(lambda _, optimizer: optimizer.param_groups[0]["params"].pop()),
+        "values": lambda: loaded(rank),
+        "a collective on a gradient": average,
+        "the model": lambda: wrapped(freeze),
+        "update": lambda: wrapped(plan=None, update="in_backward" if is_other else "deferred"),
+    }
+    told = {}
+    for what, attempt in attempts.items():
+        try:
+            attempt()
+            told[what] = ""
+        except (hightide.Refused, ValueError) as error:
+            told[what] = str(error)
+    return told
 
 
 def ends(rank: int, world: int) -> str:

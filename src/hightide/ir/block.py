@@ -20,6 +20,12 @@ class ParamSpec:
     trainable: bool
     group: int | None  # index into the optimizer's param_groups; None: not optimised
 
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "a number"
+        group = "no group" if self.group is None else f"group {self.group}"
+        others = "".join(f", also {name!r}" for name in self.names[1:])
+        return f"{shape} {self.dtype}, {'trained' if self.trainable else 'frozen'}, in {group}{others}"
+
     @property
     def name(self) -> str:
         return self.names[0]
@@ -164,6 +170,11 @@ class ModelProfile:
 
     def param(self, key: str) -> ParamSpec:
         return self._by_key[key]
+
+    def facts(self) -> dict[str, str]:
+        """All that the fingerprint is of, in words."""
+        params = {f"the parameter {spec.name!r}": str(spec) for spec in self.params}
+        return params | {f"block {block.index}": block.name or "(loose)" for block in self.blocks}
 
     @cached_property
     def _by_key(self) -> dict[str, ParamSpec]:

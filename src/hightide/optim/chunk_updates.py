@@ -29,6 +29,7 @@ from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.gradients.factors import Factor, HostNumber
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.lanes.update_threads import UpdateThreads
+from hightide.runtime.same_acts import Acts
 from hightide.runtime.schedule.lane_work import LaneWork
 from hightide.stores.array import Array
 
@@ -64,10 +65,11 @@ class ChunkUpdates:
         gradients: Gradients,
         update_threads: UpdateThreads,
         await_states: Callable[[str], object],
+        acts: Acts | None = None,
     ) -> None:
-        """`await_states`: see LentCopies."""
+        """`await_states`: see LentCopies. `acts`: of one of several ranks."""
         self._rule, self._groups = rule, groups
-        self._chunks, self._gradients = chunks, gradients
+        self._chunks, self._gradients, self._acts = chunks, gradients, acts
         self.moments = Moments(rule, chunks, await_states)
         self.masters_differ = False  # from the parameters' values: there was an update, or masters were loaded
         self._on_host = HostUpdate(rule, update_threads)
@@ -107,6 +109,7 @@ class ChunkUpdates:
         chunks, is_cut = self._chunks, self._chunks.is_cut(chunk)
         counted: dict[int, Callable[[str], int]] = {}  # by group
         ranges: list[Range] = []
+        params, how = list[str](), set[tuple[int, int]]()
         for entry, factor in self._gradients.ready(chunk):
             group = self._group_of.get(entry.param)
             if group is None:
@@ -116,6 +119,10 @@ class ChunkUpdates:
                 counted[group] = self.moments.advance if self._rule.keeps_states(hyper) else self.moments.count
             self._used[entry.param] = hypers[group]
             step = counted[group](entry.param)
+            if self._acts is not None:
+                params.append(entry.param)
+                how.add((group, step))
+                self._acts.scales(factor)
             own = chunks.own_entry(entry.param) if is_cut else entry
             if own is None:
                 continue
@@ -123,6 +130,8 @@ class ChunkUpdates:
                 ranges[-1].stop = own.end_numel
             else:
                 ranges.append(Range(own.offset_numel, own.end_numel, group, step, factor))
+        if self._acts is not None and params:
+            self._acts.updates(params, hypers, how)
         return ranges
 
     def end_step(self) -> None:

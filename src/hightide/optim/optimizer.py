@@ -284,7 +284,7 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> WrappedOptimize
     wrapped._home, wrapped.rule, wrapped._original = run, rule, original
     wrapped._groups = Groups(original, rule, run)
     wrapped.updates = ChunkUpdates(
-        rule, wrapped._groups, run.chunks, run.gradients, run.lanes.update_threads, run.await_states
+        rule, wrapped._groups, run.chunks, run.gradients, run.lanes.update_threads, run.await_states, run.acts
     )
     wrapped._states = States(run, rule, wrapped.updates, GroupedParams(original))
     run.performer.updating.updates = wrapped.updates

@@ -40,7 +40,7 @@ def keep_alike(collectives: Collectives, model: nn.Module) -> None:
 
 
 def _make_alike(collectives: Collectives, found: Mapping[str, Tensor]) -> None:
-    own = b"".join(_sum(value).to_bytes(4, "little") for value in found.values())
+    own = b"".join(checksum(value).to_bytes(4, "little") for value in found.values())
     sums = collectives.exchange("sums of values", own)
     if any(len(other) != len(own) for other in sums):
         raise ValueError(
@@ -55,7 +55,7 @@ def _bytes(value: Tensor) -> Tensor:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _sum(value: Tensor) -> int:
+def checksum(value: Tensor) -> int:
     return zlib.crc32(_bytes(value).numpy().data) if value.numel() else 0
 
 

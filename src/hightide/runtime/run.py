@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -44,6 +43,7 @@ from hightide.runtime.model_passes import ModelPasses
 from hightide.runtime.observer import Observer
 from hightide.runtime.plan_stores import PlanStores, forecast_on
 from hightide.runtime.run_values import RunValues
+from hightide.runtime.same_acts import Acts
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
@@ -53,7 +53,6 @@ from hightide.runtime.surroundings import Surroundings
 from hightide.runtime.tables.host_embedding import HostEmbedding
 from hightide.runtime.waiting.activations import Stashes
 from hightide.runtime.waiting.inputs_on_disk import InputsOnDisk
-from hightide.shard.agreement import check_same
 from hightide.shard.collectives import Collectives
 from hightide.shard.watchman import Watchman
 from hightide.stores.disk import DiskStore
@@ -80,6 +79,7 @@ class Run(RunValues):
         `collectives`: of a plan for several ranks."""
         super().__init__()
         self._collectives = collectives
+        self.acts = None if collectives is None else Acts()
         self.model, self.profile = model, solution.profile
         self.disks = tuple(disks)
         self.birthplace = Birthplace()
@@ -107,7 +107,7 @@ class Run(RunValues):
         self.batches = around.batches
         self.admission = None if around.admission is None else around.admission(self)
         self.anchor = Anchor(device)
-        self.options: Callable[[], dict[str, str]] = dict  # of the optimizer's groups, which all ranks must have
+        self.options: Callable[[], dict[str, str]] = dict  # of the optimizer's groups
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.work = StepWork()
         self.products = around.products
@@ -193,21 +193,10 @@ class Run(RunValues):
 
     def begins_forward(self, is_larger: bool) -> bool:
         """Of training. Whether any rank has a larger batch than all before. As all meet here, they compare what they
-        will update with: each updates its shards, so where options differ the model would be nobody's."""
-        if self._collectives is None:
+        have done since they last did."""
+        if self._collectives is None or self.acts is None:
             return is_larger
-        options = self.options()
-        digest = zlib.crc32(repr(options).encode()).to_bytes(4, "little")
-        rows = self._collectives.exchange(FORWARD_BEGINS, bytes([is_larger]) + digest)
-        if len({row[1:] for row in rows}) > 1:
-            try:
-                check_same(self._collectives, options)
-            except ValueError as error:
-                raise Refused(
-                    f"{error} options, and change them alike: a scheduler that follows a loss needs its mean over "
-                    "ranks (torch.distributed.all_reduce)"
-                ) from None
-        return any(row[0] for row in rows)
+        return any(map(any, self.acts.compare(self._collectives, FORWARD_BEGINS, self.options(), bytes([is_larger]))))
 
     def any_rank(self, what: str, value: bool) -> bool:
         return value if self._collectives is None else self._collectives.any_true(what, value)

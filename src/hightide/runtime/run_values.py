@@ -19,6 +19,7 @@ from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import mapped
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.plan_stores import PlanStores
+from hightide.runtime.same_acts import Acts
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.saving.tiles import Wanted, saved_tensors, tiles_of
@@ -45,6 +46,7 @@ class RunValues:
     executor: Executor
     between: BetweenRanks | None  # several ranks
     disks: Sequence[DiskLimit]
+    acts: Acts | None  # several ranks
 
     def __init__(self) -> None:
         self.lends = False  # see borrowed()
@@ -92,6 +94,8 @@ class RunValues:
         chunk = self.chunks.places[key][0]
         self.executor.open_home(chunk)
         self.secure(key)
+        if self.acts is not None:
+            self.acts.loads(f"what was loaded into {key}", value)
         self.chunks.store(key, value)
         if (master := self.loaded_masters.get(key)) is not None and not self.misfits({key: master}):
             self.chunks.restore_master(key, master)

@@ -13,6 +13,7 @@ from hightide.shard.collectives import Collectives
 from hightide.shard.communicators import CONTROL
 
 LONG = 200  # characters of a value in a message
+STARTED = "All ranks must be started with the same"
 
 Value = TypeVar("Value")
 
@@ -94,27 +95,31 @@ def _error_of(told: bytes, where: str) -> FailedElsewhere:
 
 def least(collectives: Collectives, limits: Mapping[str, float | None]) -> dict[str, float | None]:
     """Of each, what all ranks have. None is no limit."""
-    found = _of_all(collectives, "limits", limits)
+    found = [json.loads(content) for content in collectives.exchange("limits", json.dumps(dict(limits)).encode())]
+    names = [", ".join(sorted(one)) for one in found]
+    if len(set(names)) > 1:
+        raise ValueError(f"ranks have different limits: {_who(names)}")
     given = {name: [value for one in found if (value := one[name]) is not None] for name in limits}
     return {name: min(values, default=None) for name, values in given.items()}
 
 
-def check_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
-    """A ValueError on all ranks where one differs."""
-    found = _of_all(collectives, "facts", facts)
-    for name in facts:
-        values = [json.dumps(one[name]) for one in found]
+def check_same(
+    collectives: Collectives,
+    facts: Mapping[str, object],
+    remedy: str = STARTED,
+    details: Callable[[], Mapping[str, object]] = dict,
+) -> None:
+    """A ValueError on all ranks where one differs, or is not there. `details`, of which there are many, are looked at
+    where facts differ, and told first."""
+    found = [json.loads(content) for content in collectives.exchange("facts", json.dumps(dict(facts)).encode())]
+    if all(one == found[0] for one in found):
+        return
+    if more := details():
+        check_same(collectives, more, remedy)
+    for name in dict.fromkeys(name for one in found for name in one):
+        values = [json.dumps(one[name]) if name in one else "nothing" for one in found]
         if len(set(values)) > 1:
-            raise ValueError(f"ranks differ in {name}: {_who(values)}. All ranks must be started with the same")
-
-
-def _of_all(collectives: Collectives, what: str, own: Mapping[str, Value]) -> list[dict[str, Value]]:
-    """Each rank's, under the same names."""
-    found = [json.loads(content) for content in collectives.exchange(what, json.dumps(dict(own)).encode())]
-    names = [", ".join(sorted(one)) for one in found]
-    if len(set(names)) > 1:
-        raise ValueError(f"ranks have different {what}: {_who(names)}")
-    return found
+            raise ValueError(f"ranks differ in {name}: {_who(values)}. {remedy}")
 
 
 def _who(values: Sequence[str]) -> str:

@@ -239,6 +239,8 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
                 continue
             moments.set_count(key, 1 if self._rule.step_name is None else float(state[self._rule.step_name]))
             for index, spec in enumerate(self._rule.states):
+                if self._run.acts is not None:
+                    self._run.acts.loads(f"what was loaded into {spec.name} of {key}", state[spec.name])
                 moments.put(key, index, state[spec.name])
                 freed_bytes += state[spec.name].nbytes
             if others := {name: value for name, value in state.items() if name not in self._names}:

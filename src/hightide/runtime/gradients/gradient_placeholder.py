@@ -249,15 +249,23 @@ def _is_number(value: object) -> bool:
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises when an argument that the operation writes to is, or holds, a placeholder."""
+    """Raises when an argument that the operation writes to is, or holds, a placeholder. Collectives do not say to which
+    they write."""
+    is_collective = func.namespace == "c10d"
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        if not is_collective and (argument.alias_info is None or not argument.alias_info.is_write):
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         leaves, _ = tree_flatten(value)
         for leaf in leaves:
             if isinstance(leaf, GradientPlaceholder):
                 refuse_other_optimizer()
+                if is_collective:
+                    raise Refused(
+                        f"a collective of torch.distributed ({func}) on the gradient of {leaf._key!r}, which hightide "
+                        "keeps in chunks. Of ranks that train together it is the mean already; to send it, pass a copy "
+                        "(p.grad.clone()), and put back what has come with p.grad = tensor"
+                    )
                 raise Refused(
                     f"hightide keeps gradients in chunks, where {func} cannot change the gradient of {leaf._key!r}; "
                     "scale with p.grad.mul_(number), add with p.grad.add_(tensor), replace with p.grad = tensor, clip "
