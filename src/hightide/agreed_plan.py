@@ -15,8 +15,24 @@ from hightide.planner.predict.estimate import estimate
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.slowest import slowest_problem
 from hightide.planner.solution import Searched
+from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.shard.agreement import from_first, least, of_each
 from hightide.shard.collectives import Collectives
+
+
+def largest_example(
+    collectives: Collectives, profile: ModelProfile, sizes: BatchSizes
+) -> tuple[ModelProfile, BatchSizes]:
+    """A plan is made for one batch: for that of a rank whose example is nowhere smaller than any other's, or for the
+    first one's. What it does not hold is planned for when it comes."""
+    rows = collectives.exchange("sizes of example batches", json.dumps(sizes.plain()).encode())
+    found = [BatchSizes.from_plain(json.loads(row)) for row in rows]
+    if all(one == found[0] for one in found):
+        return profile, sizes
+    source = next((rank for rank, one in enumerate(found) if all(map(one.holds, found))), 0)
+    own = json.dumps(codec.to_json(profile)).encode() if collectives.ranks.rank == source else None
+    text = collectives.broadcast_bytes("the profile of an example batch", own, source)
+    return codec.from_json(ModelProfile, json.loads(text)), found[source]
 
 
 def plan_of_all(

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from hightide.agreed_plan import plan_of_all
+from hightide.agreed_plan import largest_example, plan_of_all
 from hightide.asked import Asked
 from hightide.checkpoint.pretrained_folder import save_pretrained
 from hightide.free_memory import room_on, warn_of_moving_in, warn_of_reserve, warn_of_room
@@ -76,6 +76,7 @@ def wrap_model(
             profiled = profile_of(asked)
             if collectives is not None:
                 _check_same(asked, profiled[0], before, collectives)
+            example = BatchSizes.of(asked.batch, profiled[1].samples)
             again = None if before is None else plan_again(before, asked, profiled, collectives)
             if again is not None:
                 solution: Solution = again
@@ -84,10 +85,11 @@ def wrap_model(
             elif collectives is None:
                 solution = _searched_for_one(asked.terms(), profiled, asked)
             else:
-                solution = _searched_for_all(profiled, asked, collectives)
+                profile, example = largest_example(collectives, profiled[0], example)
+                solution = _searched_for_all(profile, profiled, asked, collectives)
             if asked.device.type == "cuda":
                 warn_of_moving_in((_moving_in(solution, asked) if plan or again else solution).plan)
-            run = _make_run(solution, profiled, asked, collectives)
+            run = _make_run(solution, profiled, asked, collectives, example)
             optimizer = wrap_optimizer(asked.optimizer, run)
             run.fix_memory()
             wrap_modules(run)
@@ -167,8 +169,8 @@ def _searched_for_one(terms: Terms, profiled: Profiled, asked: Asked) -> Searche
     return _moving_in(_searched(problem, profiled, asked), asked)
 
 
-def _searched_for_all(profiled: Profiled, asked: Asked, collectives: Collectives) -> Searched:
-    """One plan for several ranks."""
+def _searched_for_all(profile: ModelProfile, profiled: Profiled, asked: Asked, collectives: Collectives) -> Searched:
+    """One plan for several ranks. `profile`: of the batch that it is made for, which may be another one's."""
     ranks, place = collectives.ranks, asked.device
 
     def posed(terms: Terms) -> Problem:
@@ -181,7 +183,7 @@ def _searched_for_all(profiled: Profiled, asked: Asked, collectives: Collectives
     def search(problem: Problem) -> Searched:
         return _moving_in(_searched(problem, profiled, asked), asked)
 
-    return plan_of_all(collectives, profiled[0], asked.terms(), posed, search)
+    return plan_of_all(collectives, profile, asked.terms(), posed, search)
 
 
 def _searched(problem: Problem, profiled: Profiled, asked: Asked) -> Searched:
@@ -208,18 +210,20 @@ def _moving_in(solution: S, asked: Asked) -> S:
 # ---- from a plan to a run
 
 
-def _make_run(solution: Solution, profiled: Profiled, asked: Asked, collectives: Collectives | None) -> Run:
-    """A run in which the model's values are in their places; its modules are still its own."""
+def _make_run(
+    solution: Solution, profiled: Profiled, asked: Asked, collectives: Collectives | None, example: BatchSizes
+) -> Run:
+    """A run in which the model's values are in their places; its modules are still its own. `example`: the batch of the
+    plan."""
     model, probed = asked.model, profiled[1]
     adapted = {id(param) for param in lora.adapted_parameters(model)}
     names = {name for name, param in model.named_parameters() if id(param) in adapted}
     check_modules(model, solution.profile, probed, names)
-    sizes = BatchSizes.of(asked.batch, probed.samples)
     around = Surroundings(
         first_values(model),
         transformers.training_checks(model, asked.batch),
         transformers.around_call(model),
-        KnownBatches(sizes.with_samples(solution.plan.num_samples)),
+        KnownBatches(example.with_samples(solution.plan.num_samples)),
         partial(_admission, solution, asked, collectives),
         names,
         measured_products(asked.device),

@@ -66,17 +66,17 @@ def larger(
     world: int,
     calls: list[list[list[Shape]]],
     gpu: str,
-    example: Shape = (2, 8),
+    examples: tuple[Shape, ...] = ((2, 8),),
     update: str = "deferred",
     clip: float | None = None,
     refused: list[list[int]] | None = None,
 ) -> dict[str, Any]:
-    """`refused`: calls that plain PyTorch leaves out."""
+    """`examples`: of the ranks, by turns. `refused`: calls that plain PyTorch leaves out."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model, _ = models.llama(num_layers=2)
     limits = hightide.Limits(gpu=gpu, host="64MiB")
-    first, accumulate = tokens(example, 0), len(calls[0])
+    first, accumulate = tokens(examples[rank % len(examples)], 0), len(calls[0])
     wrapped, stepping = hightide.wrap(
         model, optimizer_of(model), first, limits=limits, update=update, accumulate=accumulate
     )

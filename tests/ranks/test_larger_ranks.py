@@ -41,6 +41,11 @@ def test_the_larger_batch_of_one_rank_moves_all(training: StartedRanks) -> None:
     assert found[0]["batches"] == "input_ids 4x16, labels 4x16"
 
 
+def test_the_plan_is_made_for_the_largest_example(training: StartedRanks) -> None:
+    found = check(training, [[[SMALL, LARGE]], [[LARGE, SMALL]]], MOVES, 1, examples=[SMALL, LARGE])
+    assert found[0]["batches"] == "input_ids 4x16, labels 4x16"
+
+
 def test_between_the_calls_of_a_step_all_refuse_the_same(training: StartedRanks) -> None:
     """Gradients in shards stay where they are. Training goes on, with whatever is left of the step."""
     calls = [[[SMALL, SMALL], [SMALL, LARGE]], [[SMALL, LARGE], [LARGE, SMALL]], [[SMALL, SMALL], [LARGE, LARGE]]]

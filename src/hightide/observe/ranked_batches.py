@@ -18,7 +18,6 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from hightide.ir import codec
 from hightide.ir.block import ModelProfile
@@ -54,7 +53,7 @@ class RankedLargerBatches(LargerBatches):
         def own() -> bytes:
             profile = self._profiled(batch) if is_larger else None
             told = {
-                "sizes": _plain(sizes) if is_larger else None,
+                "sizes": sizes.plain() if is_larger else None,
                 "profile": profile and codec.to_json(profile),
                 "why": self._kept_from_moving(),
             }
@@ -67,7 +66,7 @@ class RankedLargerBatches(LargerBatches):
             watchman.doing = before
         found = [
             Larger(
-                _sizes(row["sizes"]),
+                BatchSizes.from_plain(row["sizes"]),
                 row["profile"] and codec.from_json(ModelProfile, row["profile"]),
                 f" on rank {rank}",
             )
@@ -129,13 +128,3 @@ class RankedLargerBatches(LargerBatches):
         """Once for all ranks."""
         if self._is_first:
             warnings.warn(text, stacklevel=5)
-
-
-def _plain(sizes: BatchSizes) -> list[Any]:
-    return [sizes.num_samples, dict(sizes.tensors), sorted(sizes.flags), sorted(sizes.objects)]
-
-
-def _sizes(plain: list[Any]) -> BatchSizes:
-    count, tensors, flags, objects = plain
-    by_name = {name: tuple(size) for name, size in tensors.items()}
-    return BatchSizes(count, by_name, frozenset(flags), frozenset(objects))

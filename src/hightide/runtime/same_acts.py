@@ -28,8 +28,8 @@ FACTOR = "what gradients were multiplied by"
 CLOSE = 1e-3  # so far apart, relatively, are factors that are meant to be the same
 REMEDY = (
     "All ranks must call the model, backward and step() equally often, and do the same to the optimizer's options and "
-    "groups, to p.grad and to values: a loop that leaves a batch out, or a scheduler that follows a loss, must do so on "
-    "all of them, by the mean over ranks (torch.distributed.all_reduce)"
+    "groups, to p.grad and to values: if a loop leaves a batch out, or a scheduler follows a loss, all of them must, "
+    "by the mean over ranks (torch.distributed.all_reduce)"
 )
 _FACTORS = struct.Struct("<dd")
 

@@ -36,6 +36,16 @@ class BatchSizes:
                 objects.add(f"{name}: {type(leaf).__qualname__}")
         return cls(count, tensors, frozenset(flags), frozenset(objects))
 
+    def plain(self) -> list[Any]:
+        """As JSON has it."""
+        return [self.num_samples, dict(self.tensors), sorted(self.flags), sorted(self.objects)]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> BatchSizes:
+        count, tensors, flags, objects = plain
+        by_name = {name: tuple(size) for name, size in tensors.items()}
+        return cls(count, by_name, frozenset(flags), frozenset(objects))
+
     @staticmethod
     def objects_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return any(
