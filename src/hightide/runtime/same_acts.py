@@ -1,4 +1,4 @@
-"""What this rank has done to the model since the last forward: all ranks must have done the same.
+"""All ranks must do the same to a model between two forwards: each notes its acts, and they are compared.
 
 [Note: nobody's model] Each rank updates its own shards, and takes its own part of values that are loaded. Where ranks
 update with other options, scale gradients by other numbers or load other values, DDP has models that drift apart; here
