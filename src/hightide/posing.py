@@ -21,6 +21,7 @@ from hightide.ir.limits import DiskLimit
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
+from hightide.planner.disk_room import usable_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.step_seconds import with_peaks
@@ -33,7 +34,7 @@ from hightide.process.progress import tell
 from hightide.profiler.probe.probe_record import CallRecord
 from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.rehearsal.rehearse import let_go, measure_costs, measure_selective
-from hightide.this_machine import machine_among_ranks, machine_of, with_disk
+from hightide.this_machine import machine_among_ranks, machine_of, with_disks
 
 SMALL_NUMEL = 2**24  # parameters
 
@@ -52,6 +53,8 @@ def problem_of(
     """On a GPU the model is rehearsed. `nodes`: of several ranks, on which each is."""
     profile = profiled[0]
     terms.check_micro_batch(profile.num_samples)
+    room = usable_bytes(profile, terms.states, [disk.num_bytes for disk in disks])
+    terms = replace(terms, disk_bytes=min(terms.disk_bytes, room))
     machine = _machine_for(profile, device, disks, nodes)
     fallback = "the plan follows from estimated times: it fits, and may be slower than another"
     costs = _rehearsed(profiled, optimizer, device, compile, terms.gpu_bytes, fallback) or estimate(profile, machine)
@@ -75,7 +78,7 @@ def _machine_for(
 ) -> Machine:
     machine = machine_of(device, is_small(profile))
     if disks and machine.disk is None:
-        machine = with_disk(machine, disks[0])
+        machine = with_disks(machine, disks)
     return machine if nodes is None else machine_among_ranks(machine, nodes)
 
 

@@ -3,6 +3,7 @@ one that is known."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from hightide.doctor.disk_speed import DiskTest, measure_disk
+from hightide.doctor.disk_speed import DiskTest, by_turns, measure_disk
 from hightide.doctor.known import known_machine, load_machine, remember
 from hightide.doctor.measure import examine
 from hightide.ir.limits import DiskLimit
@@ -27,7 +28,7 @@ ASSUMED_LINKS, ASSUMED_NETWORK = "4x-rtx-4090", "4-nodes-8x-h100"  # presets wit
 QUICK_DISK = DiskTest(Path(), file_bytes=4 << 30, sustained_s=4.0, phase_s=1.5, small_s=0.2)
 
 _disturbed: dict[torch.device, Machine] = {}  # measured by this process, and not kept for others
-_measured_disks: dict[Path, Disk] = {}  # likewise; `hightide doctor --disk` measures thoroughly, and keeps it
+_measured_disks: dict[int, Disk] = {}  # likewise, by device; `hightide doctor --disk` measures thoroughly, and keeps it
 
 
 def machine_of(device: torch.device, is_small: bool) -> Machine:
@@ -74,25 +75,29 @@ def machine_among_ranks(machine: Machine, nodes: Sequence[int]) -> Machine:
     return own
 
 
-def with_disk(machine: Machine, limit: DiskLimit) -> Machine:
-    """With the speeds of a folder's disk, measured in a few seconds, or taken for those of a preset."""
-    folder = Path(limit.path)
-    if folder not in _measured_disks:
+def with_disks(machine: Machine, limits: Sequence[DiskLimit]) -> Machine:
+    """With the speeds of the folders' disks, each measured in a few seconds, or taken for those of a preset."""
+    sizes: dict[int, int] = {}  # of what several folders may have on one disk
+    for limit in limits:
+        place = os.stat(limit.path).st_dev
+        sizes[place] = sizes.get(place, 0) + limit.num_bytes
+        if place in _measured_disks:
+            continue
         size = min(QUICK_DISK.file_bytes, limit.num_bytes) // 2**20 * 2**20
         try:
-            test = replace(QUICK_DISK, folder=folder, file_bytes=size)
-            _measured_disks[folder] = measure_disk(test, lambda detail: tell("measuring this machine", detail))
+            test = replace(QUICK_DISK, folder=Path(limit.path), file_bytes=size)
+            _measured_disks[place] = measure_disk(test, lambda detail: tell("measuring this machine", detail))
         except ValueError as error:
             disk = load_machine(ASSUMED).disk
             assert disk is not None
             warnings.warn(
-                f"the disk of {folder} cannot be measured ({error}); the plan follows from the speed of {disk.name}: "
-                "it fits, and may be slower than another",
+                f"the disk of {limit.path} cannot be measured ({error}); the plan follows from the speed of "
+                f"{disk.name}: it fits, and may be slower than another",
                 stacklevel=5,
             )
             source = f"taken for {disk.name}"
             return replace(machine, disk=disk, estimates=(*machine.estimates, Estimate("disk", source)))
-    return replace(machine, disk=_measured_disks[folder])
+    return replace(machine, disk=by_turns([(_measured_disks[place], size) for place, size in sizes.items()]))
 
 
 def measured_products(device: torch.device) -> MatmulRates | None:

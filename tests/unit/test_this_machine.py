@@ -82,18 +82,26 @@ def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatc
 def test_a_folder_that_nobody_has_measured_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = replace(this_machine.QUICK_DISK, file_bytes=MIN_FILE_BYTES, sustained_s=0.3, phase_s=0.1, small_s=0.05)
     monkeypatch.setattr(this_machine, "QUICK_DISK", quick)
+    monkeypatch.setattr(this_machine, "_measured_disks", {})
     machine = replace(load_machine("h200"), disk=None)
     limit = DiskLimit(str(tmp_path), 1 << 40)
-    found = this_machine.with_disk(machine, limit)
+    found = this_machine.with_disks(machine, [limit])
     assert found.disk is not None and found.disk.read_bytes_per_s > 0 and found.disk.written_bytes > 0
     assert found.estimates == machine.estimates
-    assert this_machine.with_disk(machine, limit).disk is found.disk
+    assert this_machine.with_disks(machine, [limit]).disk is found.disk
+    (tmp_path / "below").mkdir()
+    on_one = [limit, DiskLimit(str(tmp_path / "below"), 1 << 40)]
+    assert this_machine.with_disks(machine, on_one).disk is found.disk, "it is the same disk"
+    (tmp_path / "below").rmdir()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_measured_is_taken_for_a_preset_and_said_so(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_measured_is_taken_for_a_preset_and_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(this_machine, "_measured_disks", {})
     machine = replace(load_machine("h200"), disk=None)
     with pytest.warns(UserWarning, match=r"cannot be measured .* the plan follows from the speed of a PCIe 4.0 SSD"):
-        found = this_machine.with_disk(machine, DiskLimit(str(tmp_path), 1 << 20))
+        found = this_machine.with_disks(machine, [DiskLimit(str(tmp_path), 1 << 20)])
     assert found.disk == load_machine(this_machine.ASSUMED).disk
     assert "disk" in {estimate.of for estimate in found.estimates}

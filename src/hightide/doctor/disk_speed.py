@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import psutil
@@ -122,6 +122,23 @@ def _measure(test: DiskTest, tell: Callable[[str], None]) -> Disk:
             request_bytes=request_bytes,
             depth=depth,
         )
+
+
+def by_turns(disks: Sequence[tuple[Disk, int]]) -> Disk:
+    """As one disk, each with the bytes that it may have: a chunk lies on one of them, and chunks follow each other."""
+    slowest = min((disk for disk, _ in disks), key=lambda disk: disk.read_while_writing_bytes_per_s)
+    if len(disks) == 1:
+        return slowest
+    total_bytes = sum(size for _, size in disks)
+    rates = {
+        name: total_bytes / sum(size / getattr(disk, name) for disk, size in disks)
+        for name in (one.name for one in fields(Disk))
+        if name.endswith("_per_s")
+    }
+    names = " and ".join(disk.name for disk, _ in disks)
+    written_bytes = min(disk.written_bytes for disk, _ in disks)
+    is_direct = all(disk.is_direct for disk, _ in disks)
+    return replace(slowest, name=names, is_direct=is_direct, written_bytes=written_bytes, **rates)
 
 
 def _best_shape(file: ScratchFile, seconds: float, middle_bytes: int, most_bytes: int) -> tuple[int, int]:

@@ -47,8 +47,8 @@ class PlanStores:
 
 
 def _disk_store(solution: Solution, disks: Sequence[DiskLimit]) -> DiskStore | None:
-    """Files of what the plan needs, on each disk in proportion to its limit. A chunk's arrays each lie on one: with
-    several disks, each has room for one more."""
+    """Files of what the plan needs, on each disk in proportion to its limit. A chunk's arrays each lie on one: several
+    disks may each be left with almost enough for one more (see planner/disk_room.py)."""
     inputs = stored_bytes(solution.profile, solution.plan).values()
     needed_bytes, limit_bytes = solution.peaks.disk_peak_bytes, sum(disk.num_bytes for disk in disks)
     if not needed_bytes:
@@ -60,10 +60,12 @@ def _disk_store(solution: Solution, disks: Sequence[DiskLimit]) -> DiskStore | N
             f"limits=hightide.Limits(disk='/folder:{needed_bytes}')"
         )
     arrays = [*(place.bytes_on[Tier.DISK] for place in solution.placement.chunks), *inputs]
-    largest_bytes = max(arrays) if len(disks) > 1 else 0
-    shares = [needed_bytes * disk.num_bytes // limit_bytes + DISK_REGION_BYTES + largest_bytes for disk in disks]
+    room_bytes = max(arrays) if len(disks) > 1 else 0
+    shares = [needed_bytes * disk.num_bytes // limit_bytes + DISK_REGION_BYTES for disk in disks]
+    if any(share + room_bytes > disk.num_bytes for disk, share in zip(disks, shares, strict=True)):
+        room_bytes *= len(disks)  # others make up for what that one lacks
     files = [
-        DiskLimit(disk.path, min(disk.num_bytes, share // DISK_REGION_BYTES * DISK_REGION_BYTES))
+        DiskLimit(disk.path, min(disk.num_bytes, (share + room_bytes) // DISK_REGION_BYTES * DISK_REGION_BYTES))
         for disk, share in zip(disks, shares, strict=True)
     ]
     known = solution.problem.machine.disk if isinstance(solution, Searched) else None

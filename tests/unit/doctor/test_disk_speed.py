@@ -6,7 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 from forked import run_script
 from hightide.doctor import disk_speed as disk
 from hightide.doctor import scratch_file
-from hightide.doctor.disk_speed import MIN_FILE_BYTES, DiskTest, filesystem_of, measure_disk
+from hightide.doctor.disk_speed import MIN_FILE_BYTES, DiskTest, by_turns, filesystem_of, measure_disk
+from hightide.doctor.known import load_machine
 from hightide.doctor.pace import Piece
 from hightide.doctor.scratch_file import LARGE_BYTES, in_order, rate, scattered
 from hightide.stores import disk_file
@@ -164,3 +165,16 @@ def test_a_folder_is_on_its_nearest_mount(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(disk.psutil, "disk_partitions", lambda all: parts)
     assert filesystem_of(tmp_path).kind == "tmpfs"
     assert filesystem_of(Path("/")).device == "/dev/a"
+
+
+def test_several_disks_by_turns_are_as_slow_as_their_bytes_are() -> None:
+    """A third of the bytes on a disk that is ten times as slow takes five times as long as the other two."""
+    fast = load_machine("h200").disk
+    assert fast is not None
+    rates = [one.name for one in fields(fast) if one.name.endswith("_per_s")]
+    slow = replace(fast, name="slow", depth=1, **{name: getattr(fast, name) / 10 for name in rates})
+    both = by_turns([(fast, 2 << 30), (slow, 1 << 30)])
+    for name in rates:
+        assert getattr(both, name) == pytest.approx(getattr(fast, name) / 4), name
+    assert both.name == f"{fast.name} and slow" and both.depth == 1 and both.small == slow.small
+    assert by_turns([(fast, 5)]) is fast
