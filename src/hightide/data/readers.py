@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,9 +213,13 @@ class _Twice(Exception):
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        name = _first_twice(name for name, _ in pairs)
         raise _Twice(f"it names {quoted(name)} twice in one mapping; leave one of them out, or rename it")
     return found
+
+
+def _first_twice(names: Iterable[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _row(data: object, where: str) -> Row:
@@ -263,8 +267,8 @@ def _csv(path: Path, progress: Progress) -> Iterator[Row]:
         reader = csv.DictReader(file, strict=True)
         begins = 2  # lines: the first has the names
         try:
-            if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
-                raise ValueError(f"{shown(path)}, line 1: it names {quoted(twice[0])} twice; rename one of the columns")
+            if twice := _first_twice(reader.fieldnames or ()):
+                raise ValueError(f"{shown(path)}, line 1: it names {quoted(twice)} twice; rename one of the columns")
             if len(names := reader.fieldnames or ()) == 1 and (other := set(";\t").intersection(names[0])):
                 raise ValueError(
                     f"{shown(path)}, line 1: columns seem to be separated by {quoted(other.pop())}; write commas there"
@@ -305,6 +309,8 @@ def _parquet(path: Path, progress: Progress) -> Iterator[Row]:
     except (ArrowInvalid, OSError) as error:
         raise ValueError(f"{shown(path)} is no Parquet file: {shown(error)}; get it again") from error
     with file:
+        if twice := _first_twice(file.schema_arrow.names):
+            raise ValueError(f"{shown(path)} names the column {quoted(twice)} twice; rename one of the two")
         total, number = max(1, file.metadata.num_rows), 0
         batches = file.iter_batches(batch_size=ROWS_AT_ONCE)
         while True:
@@ -314,6 +320,11 @@ def _parquet(path: Path, progress: Progress) -> Iterator[Row]:
             except (ArrowInvalid, OSError) as error:
                 raise ValueError(
                     f"{shown(path)} is damaged behind row {number}: {shown(_first_line(error))}; get it again"
+                ) from error
+            except OverflowError as error:  # of dates, in whatever column
+                raise ValueError(
+                    f"{shown(path)} has a value behind row {number} that Python cannot hold: "
+                    f"{shown(_first_line(error))}; correct it, or leave its column out"
                 ) from error
             if rows is None:
                 return

@@ -218,7 +218,8 @@ def _text_of(row: Row, name: str) -> str:
             f"{MESSAGES}: --completions-only learns the assistant's"
         )
     if not isinstance(value, str):
-        raise ValueError(f"{row.where}: {name} is {quoted(value)}; it must be text")
+        remedy = "leave such rows out" if value is None else "it must be text"
+        raise ValueError(f"{row.where}: {name} is {'empty (null)' if value is None else quoted(value)}; {remedy}")
     check_characters(value, row.where)
     return value
 

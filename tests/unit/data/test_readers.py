@@ -195,6 +195,23 @@ def test_a_table_that_is_damaged_in_the_middle_names_its_row(tmp_path: Path) -> 
         rows_of(path)
 
 
+def test_columns_of_a_table_that_would_be_lost_or_cannot_be_read_are_told(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    import pyarrow
+    from pyarrow import parquet
+
+    tables = {
+        r"names the column 'text' twice": pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text", "text"]),
+        r"a value behind row 0 that Python cannot hold: .*leave its column out": pyarrow.table(
+            {"text": ["a"], "at": pyarrow.array([2**60], pyarrow.timestamp("us"))}
+        ),
+    }
+    for message, table in tables.items():
+        parquet.write_table(table, tmp_path / "data.parquet")
+        with pytest.raises(ValueError, match=message):
+            rows_of(tmp_path / "data.parquet")
+
+
 def test_a_dataset_that_was_saved_with_a_format_has_all_columns(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list([{"text": "a", "ids": [1]}]).with_format("numpy", columns=["ids"])

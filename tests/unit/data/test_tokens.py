@@ -129,7 +129,7 @@ def test_conversations_without_the_assistant_name_the_roles_that_they_have(token
             {},
             r"line 2: it is prompt and completion, and .* text",
         ),
-        ([{"prompt": "a", "completion": None}], {}, r"line 1: completion is None; it must be text"),
+        ([{"prompt": "a", "completion": None}], {}, r"line 1: completion is empty \(null\); leave such rows out"),
         ([{"text": "ab\ud83d"}], {}, r"line 1: its text has \\ud83d, half of a character, at 3; correct it"),
         ([{"text": "a"}], {"completions_only": True}, r"line 1: plain text has no completions"),
         ([{"text": "a"}], {"column": "body"}, r"line 1: there is no column 'body'; it has text"),
