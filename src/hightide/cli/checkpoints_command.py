@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from hightide.checkpoint.files.folder import Found, GoneCheckpoint, damages, found, held, manifest_of
 from hightide.checkpoint.files.manifest import NAME
 from hightide.checkpoint.files.names import GONE, TMP, parse_name
+from hightide.cli.target import JsonOption
 from hightide.cli.train.run_folder import CHECKPOINTS
 from hightide.ir.codec import to_json
 from hightide.ir.foreign import KEPT, shown
@@ -32,7 +33,7 @@ class CheckpointsOptions:
         Path, typer.Argument(metavar="FOLDER", help="A run folder, its folder of checkpoints, or one checkpoint.")
     ]
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and verify the checksums.")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False
+    as_json: JsonOption = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hightide.cli.target import check_target, writing
+from hightide.cli.target import JsonOption, check_target, writing
 from hightide.doctor.between_gpus import measure_links, with_links
 from hightide.doctor.disk_speed import DiskTest
 from hightide.doctor.known import known_machine, remember
@@ -41,7 +41,7 @@ class DoctorOptions:
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a machine file, for planning elsewhere.")] = (
         None
     )
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False
+    as_json: JsonOption = False
 
 
 def doctor(options: DoctorOptions, device: torch.device, console: Console, progress: Console) -> None:

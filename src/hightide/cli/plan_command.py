@@ -18,7 +18,7 @@ from rich.console import Console
 from hightide.cli.chosen_machine import MachineOption, chosen_machine
 from hightide.cli.library_advice import errors_only
 from hightide.cli.plan_text import show
-from hightide.cli.target import check_target, writing
+from hightide.cli.target import JsonOption, check_target, writing
 from hightide.cli.tide_page import HtmlOption, save_page
 from hightide.cli.workload import (
     CPU,
@@ -26,8 +26,10 @@ from hightide.cli.workload import (
     LENGTH,
     SEQUENCES,
     Dtype,
+    GradientsOption,
     LoraOption,
     ModelArgument,
+    UpdateOption,
     Workload,
     check_source,
     load_workload,
@@ -89,13 +91,9 @@ class PlanOptions:
         Dtype | None, typer.Option(help="Dtype of the parameters; default: the config's, or bfloat16.")
     ] = None
     lora: LoraOption = None
-    update: Annotated[
-        Update, typer.Option(help="deferred: beside the next forward; in_backward: faster, without clipping.")
-    ] = Update.DEFERRED
+    update: UpdateOption = Update.DEFERRED
     clip: Annotated[bool, typer.Option("--clip", help="Your loop clips gradients (updates are then deferred).")] = False
-    gradients: Annotated[
-        GradientDtype, typer.Option(help="Finished gradients: float32, or param (the parameter's dtype).")
-    ] = GradientDtype.FLOAT32
+    gradients: GradientsOption = GradientDtype.FLOAT32
     calls: Annotated[int | None, typer.Option(help="Forward/backward calls per step; default: the plan decides.")] = (
         None
     )
@@ -106,7 +104,7 @@ class PlanOptions:
     ] = None
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, for wrap(plan=...).")] = None
     html: HtmlOption = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False
+    as_json: JsonOption = False
 
 
 @contextmanager

@@ -1,10 +1,16 @@
-"""Files that a command is told to write: refused before the work where they cannot be, one message where it fails."""
+"""Where the output of a command goes. Files that it is told to write are refused before the work where they cannot be,
+and give one message where it fails."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
 def check_target(option: str, path: Path | None) -> None:

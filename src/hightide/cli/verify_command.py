@@ -10,7 +10,18 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from hightide.cli.workload import Dtype, LoraOption, ModelArgument, load_workload, made_by_function, set_apart
+from hightide.cli.workload import (
+    Dtype,
+    GradientsOption,
+    LoraOption,
+    ModelArgument,
+    UpdateOption,
+    adamw,
+    check_own_batch,
+    load_workload,
+    made_by_function,
+    set_apart,
+)
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.ir.foreign import KEPT, shown
 from hightide.ir.limits import Limits
@@ -35,12 +46,8 @@ class VerifyOptions:
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="GPU memory that hightide may use.")] = None
     host: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory that hightide may use.")] = None
     micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; default: a third of them.")] = None
-    update: Annotated[
-        Update, typer.Option(help="deferred: beside the next forward; in_backward: faster, without clipping.")
-    ] = Update.DEFERRED
-    gradients: Annotated[
-        GradientDtype, typer.Option(help="Finished gradients: float32, or param (the parameter's dtype).")
-    ] = GradientDtype.FLOAT32
+    update: UpdateOption = Update.DEFERRED
+    gradients: GradientsOption = GradientDtype.FLOAT32
     compile: Annotated[bool, typer.Option("--compile", help="Compile blocks with torch.compile.")] = False
     device: Annotated[str | None, typer.Option(help="cuda, or cpu (the simulated accelerator).")] = None
     steps: Annotated[int, typer.Option(help="Number of optimizer steps.")] = 2
@@ -85,12 +92,8 @@ def _made(options: VerifyOptions, notes: Console) -> Made:
     workload = load_workload(options.model, sequences, length, options.dtype or Dtype.FLOAT32, lora)
     if workload.num_layers is not None:
         notes.print(f"{FEW_LAYERS} of {workload.num_layers} layers: they are equal", soft_wrap=True)
-    return (
-        workload.name,
-        workload.model,
-        _adamw(workload.model),
-        _tokens(workload.name, workload.model, sequences, length),
-    )
+    name, model = workload.name, workload.model
+    return name, model, adamw(name, model), _tokens(name, model, sequences, length)
 
 
 def _of_function(name: str, made: Any, options: VerifyOptions) -> Made:
@@ -104,8 +107,8 @@ def _of_function(name: str, made: Any, options: VerifyOptions) -> Made:
         raise ValueError(
             f"{name} returned {kinds}; it must return module, (module, batch) or (module, optimizer, batch)"
         )
-    if batch is not None and (options.sequences is not None or options.length is not None):
-        raise ValueError(f"{name} brings a batch of its own; leave out --sequences and --length")
+    if batch is not None:
+        check_own_batch(name, options.sequences, options.length)
     if optimizer is not None and (options.dtype is not None or options.lora is not None):
         raise ValueError(f"{name} brings an optimizer of its own; leave out --dtype and --lora")
     if options.dtype is not None:
@@ -114,14 +117,7 @@ def _of_function(name: str, made: Any, options: VerifyOptions) -> Made:
         model = with_adapters(model, Lora.parse(options.lora))
     if batch is None:
         batch = _tokens(name, model, options.sequences or SEQUENCES, options.length or LENGTH)
-    return name, model, optimizer or _adamw(model), batch
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    if not trained:
-        raise ValueError("the model has 0 parameters that require a gradient; there is nothing to train")
-    return torch.optim.AdamW(trained, lr=1e-3)
+    return name, model, optimizer or adamw(name, model), batch
 
 
 def _tokens(name: str, model: nn.Module, sequences: int, length: int) -> Batch:

@@ -32,6 +32,7 @@ from hightide.integrations.shapes import (
 )
 from hightide.ir.block import ModelProfile
 from hightide.ir.foreign import KEPT, kind_of, quoted, shown
+from hightide.ir.plan import GradientDtype, Update
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.model.repeated import FEW_LAYERS, stack_of, with_layers
@@ -48,6 +49,13 @@ ModelArgument = Annotated[
 ]
 LoraOption = Annotated[
     str | None, typer.Option(metavar="RANK[:TARGETS]", help="LoRA with PEFT, such as 16 or 16:q_proj,v_proj.")
+]
+
+UpdateOption = Annotated[
+    Update, typer.Option(help="deferred: beside the next forward; in_backward: faster, without clipping.")
+]
+GradientsOption = Annotated[
+    GradientDtype, typer.Option(help="Finished gradients: float32, or param (the parameter's dtype).")
 ]
 
 
@@ -72,11 +80,8 @@ class Workload:
 
     def profile(self, runs_on: torch.device = GPU) -> ModelProfile:
         """With AdamW over what is trained. `runs_on`: whose kernels are counted; it need not be there."""
-        trained = [param for param in self.model.parameters() if param.requires_grad]
-        if not trained:
-            raise ValueError(f"{self.name} has 0 parameters that require a gradient; there is nothing to train")
+        optimizer = adamw(self.name, self.model)
         with set_apart(self.name):
-            optimizer = torch.optim.AdamW(trained)
             profile, probed = profile_model(
                 self.model, optimizer, self.batch, device=None, runs_on=runs_on, source=None
             )
@@ -178,10 +183,22 @@ def _of_function(name: str, made: Any, sequences: int | None, length: int | None
         model.to(dtype.torch)
     if batch is None:
         return Workload(name, model, _tokens(sequences, length or LENGTH))
-    if sequences is not None or length is not None:
-        raise ValueError(f"{name} brings a batch of its own; leave out --sequences and --length")
+    check_own_batch(name, sequences, length)
     real = tree_map_only(Tensor, lambda tensor: torch.zeros_like(tensor, device="cpu"), batch)
     return Workload(name, model, real, has_own_batch=True)
+
+
+def check_own_batch(name: str, sequences: int | None, length: int | None) -> None:
+    if sequences is not None or length is not None:
+        raise ValueError(f"{name} brings a batch of its own; leave out --sequences and --length")
+
+
+def adamw(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Over what is trained."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if not trained:
+        raise ValueError(f"{name} has 0 parameters that require a gradient; there is nothing to train")
+    return torch.optim.AdamW(trained, lr=1e-3)
 
 
 def made_by_function(source: str, device: torch.device | None = None) -> tuple[str, Any] | None:
