@@ -43,9 +43,9 @@ TRAVELLING_BYTES = 4 * 2**20  # of a tensor that comes together on one rank, at 
 class SharedContent(Content):
     collectives: Collectives
 
-    def _keep_only(self, saving: Saving) -> None:
+    def _look_at_others(self, saving: Saving) -> None:
         if self._is_first:
-            super()._keep_only(saving)
+            super()._look_at_others(saving)
 
     @property
     def _is_first(self) -> bool:

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from hightide.checkpoint.files.blocks import Lend
-from hightide.checkpoint.files.keeping import keep_only
+from hightide.checkpoint.files.keeping import keep_only, later
 from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.files.writer import CheckpointWriter
 from hightide.checkpoint.fitting import OPTIMIZER, StateKey
@@ -24,6 +25,8 @@ from hightide.ir.foreign import shown
 from hightide.ir.plan import Plan
 from hightide.process.interrupts import safe_point
 from hightide.runtime.saving.saved_tensor import PARAM, SaveCost, SavedTensor
+
+_told: set[Path] = set()  # folders that have checkpoints of later steps
 
 
 class SavedValues(Protocol):
@@ -67,12 +70,19 @@ class Content:
             self.values.close()
             cost = self.values.cost
             saving.cost = lambda: cost
-        self._keep_only(saving)
+        self._look_at_others(saving)
 
-    def _keep_only(self, saving: Saving) -> None:
+    def _look_at_others(self, saving: Saving) -> None:
+        folder = saving.path.parent
         try:
-            keep_only(saving.path.parent, self.keep, self.keep_every, saving.step)
-        except ValueError as error:
+            keep_only(folder, self.keep, self.keep_every, saving.step)
+            if folder not in _told and (other := later(folder, saving.step)) is not None:
+                _told.add(folder)
+                raise ValueError(
+                    f"who loads from its folder gets {other.name}, which is of a later step: save into a folder of its "
+                    "own, move that one away, or load by name"
+                )
+        except (OSError, ValueError) as error:
             with suppress(Warning):  # where warnings are errors: this one is none of the checkpoint's
                 warnings.warn(f"the checkpoint {shown(saving.path)} is saved, but {error}", stacklevel=2)
 

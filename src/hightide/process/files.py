@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -117,3 +118,15 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def free_bytes_of(place: int) -> int:
+    """Of the disk that an open file or folder is on; some file systems of users do not say."""
+    found = os.fstatvfs(place)
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
+
+
+def has_names_left(place: int) -> bool:
+    """Some file systems have room for so many files, whatever is in them."""
+    found = os.fstatvfs(place)
+    return not found.f_files or found.f_favail > 0

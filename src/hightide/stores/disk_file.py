@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hightide.ir.chunk import DISK_REGION_BYTES
 from hightide.ir.units import exactly, format_bytes
+from hightide.process.files import free_bytes_of
 
 SECTOR_BYTES = DISK_REGION_BYTES
 TRIES = 8  # transfers in a row that may move nothing of a whole sector
@@ -86,7 +87,8 @@ class DiskFile:
         if error.errno is None:
             error.add_note(f"{where} of {self}")
         else:
-            error.strerror, error.filename = f"{error.strerror} ({where})", str(self)
+            remedy = "look at the system's log, and go on from the last checkpoint, in another folder if it lasts"
+            error.strerror, error.filename = f"{error.strerror} ({where}); {remedy}", str(self)
 
     def close(self) -> None:
         """Returns the space. No thread may be in a transfer."""
@@ -121,7 +123,7 @@ def open_disk_file(folder: Path, num_bytes: int, direct: bool = True, flags_thro
             _set_aside(file, descriptor)
         except OSError as error:
             file.close()
-            free_bytes = _free_bytes(folder_descriptor)
+            free_bytes = free_bytes_of(folder_descriptor)
             raise ValueError(_too_little(folder, num_bytes, free_bytes, str(error))) from error
         except BaseException:
             file.close()
@@ -150,14 +152,9 @@ def _opened_folder(folder: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _free_bytes(descriptor: int) -> int:
-    found = os.fstatvfs(descriptor)
-    return found.f_bavail * found.f_frsize
-
-
 def _check_room(folder: Path, descriptor: int, num_bytes: int) -> None:
     """Before the disk is filled up for others, only to find that it does not suffice."""
-    free_bytes = _free_bytes(descriptor)
+    free_bytes = free_bytes_of(descriptor)
     if num_bytes > free_bytes:
         raise ValueError(_too_little(folder, num_bytes, free_bytes, "the disk is too full"))
 

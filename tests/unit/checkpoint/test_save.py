@@ -254,6 +254,19 @@ def test_the_last_ones_stay_and_every_so_many(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["step-3", "step-6", "step-7"]
 
 
+def test_a_later_step_of_another_run_is_told_once(tmp_path: Path) -> None:
+    """Who loads would go on with that."""
+    model, optimizer = pair(wrapped=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (7, 900, 900):
+            hightide.save(model, optimizer, tmp_path, step=step)
+    with pytest.warns(UserWarning, match=r"step-10 is saved, but who loads from its folder gets step-900") as told:
+        hightide.save(model, optimizer, tmp_path, step=10)
+        hightide.save(model, optimizer, tmp_path, step=20)
+    assert len(told) == 1
+
+
 def test_the_step_is_the_count_of_updates(tmp_path: Path) -> None:
     model, optimizer = pair(sgd=True)
     train(model, optimizer, 1)

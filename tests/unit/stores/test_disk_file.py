@@ -97,6 +97,13 @@ def test_too_little_room_is_told_before_the_disk_is_filled(tmp_path: Path, monke
         open_disk_file(tmp_path, num_bytes)
 
 
+def test_a_file_system_that_does_not_say_how_much_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of users say 0 of 0."""
+    says_nothing = os.statvfs_result((4096, 4096, *[0] * 9))
+    monkeypatch.setattr(os, "fstatvfs", lambda _: says_nothing)
+    open_disk_file(tmp_path, SECTOR).close()
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_room_that_is_not_there_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     before = len(os.listdir("/proc/self/fd"))
@@ -199,5 +206,6 @@ def test_an_error_is_itself_and_says_where(file: DiskFile, monkeypatch: pytest.M
     with pytest.raises(OSError) as caught:
         file.transfer(source.address, 2 * SECTOR, 4 * SECTOR, is_write=True)
     assert caught.value is error and error.errno == errno.EDQUOT
-    for words in ("Quota exceeded", f"{4 * SECTOR} bytes at {2 * SECTOR} ended after {SECTOR}", str(file.folder)):
+    where = f"{4 * SECTOR} bytes at {2 * SECTOR} ended after {SECTOR}"
+    for words in ("Quota exceeded", where, str(file.folder), "go on from the last checkpoint"):
         assert words in str(error)

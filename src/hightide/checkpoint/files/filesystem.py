@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hightide.ir.foreign import MAX_COUNT
 from hightide.process.files import NO_SYNC
+from hightide.process.files import free_bytes_of as free_bytes
 
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 TRIES = 8  # writes in a row that may write nothing
@@ -189,12 +189,6 @@ def make_folders(path: Path) -> None:
             sync(above)
         finally:
             close(above)
-
-
-def free_bytes(place: int) -> int:
-    """Of the disk that a file or folder is on; some file systems of users do not say."""
-    found = os.fstatvfs(place)
-    return found.f_bavail * found.f_frsize if found.f_blocks else MAX_COUNT
 
 
 def _set_direct(file: int, direct: int) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hightide.checkpoint.files import filesystem, leftovers
-from hightide.checkpoint.files.folder import Found, found
-from hightide.checkpoint.files.names import parse_name
+from hightide.checkpoint.files.folder import Found, found, newest_whole
+from hightide.checkpoint.files.names import parse_name, step_of
 from hightide.ir.foreign import quoted
 
 
@@ -33,6 +33,12 @@ def superfluous(there: list[Found], keep: int, keep_every: int | None, written_s
         and one.step != written_step
         and not (keep_every and one.step % keep_every == 0)
     ]
+
+
+def later(folder: Path, written_step: int) -> Path | None:
+    """A whole checkpoint that a load takes before the one just written: of another run, or of one that went back."""
+    newest, _ = newest_whole(folder)
+    return newest if newest is not None and step_of(newest) > written_step else None
 
 
 def keep_only(folder: str | Path, keep: int | None, keep_every: int | None, written_step: int) -> list[Path]:

@@ -4,6 +4,7 @@ and `resume_from_checkpoint` look for it."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from hightide.ir.foreign import MAX_COUNT, quoted
 
@@ -34,6 +35,13 @@ def parse_name(name: str) -> tuple[int, str] | None:
     if found is None or int(found[2]) > MAX_COUNT:
         return None
     return int(found[2]), found[3]
+
+
+def step_of(path: Path) -> int:
+    """Of a folder that is one of ours by its name."""
+    parsed = parse_name(path.name)
+    assert parsed is not None, path
+    return parsed[0]
 
 
 def check_step(step: int) -> None:

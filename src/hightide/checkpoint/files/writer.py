@@ -31,7 +31,7 @@ from hightide.checkpoint.files.tensor_layout import Entry, header
 from hightide.ir.foreign import MAX_FILE_BYTES, quoted, shown
 from hightide.ir.save_sizes import BLOCK_BYTES
 from hightide.ir.units import exactly
-from hightide.process.files import FULL
+from hightide.process.files import FULL, has_names_left
 from hightide.stores.disk_file import SECTOR_BYTES
 
 Bytes = bytes  # a method is called so, too
@@ -223,7 +223,10 @@ class CheckpointWriter:
 
     def _refusal(self, error: OSError) -> ValueError:
         if error.errno in FULL:
-            return ValueError(self._too_little(str(error.strerror)))
+            has_names = self._parent < 0 or has_names_left(self._parent)
+            return ValueError(
+                self._too_little(str(error.strerror) if has_names else "no more files can be made (df -i)")
+            )
         return ValueError(f"{shown(self.path)} cannot be written: {error}; earlier checkpoints are as they were")
 
     def _too_little(self, reason: str) -> str:

@@ -250,6 +250,18 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, log:
     assert os.listdir(tmp_path) == [] and not any(call == "write" for call, _ in log)
 
 
+def test_a_disk_without_room_for_one_more_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes do not tell."""
+
+    def create(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer, "has_names_left", lambda _: False)
+    monkeypatch.setattr(filesystem, "create", create)
+    with pytest.raises(ValueError, match=r"are free: no more files can be made \(df -i\)\. Earlier checkpoints"):
+        write(tmp_path, 1)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("call", CALLS[:-2])
 def test_an_error_of_any_call_is_told_and_leaves_nothing(
