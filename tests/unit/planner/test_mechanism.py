@@ -75,7 +75,7 @@ def streamed(update: Update = Update.DEFERRED, *without: Mechanism) -> Searched:
     problem = Problem(profile, COSTS, machine(1e6, 0.7), replace(Terms.of(plan), without=frozenset(without)))
     candidate = Candidate(2, spare_slots=2)
     space = Space(profile, problem.terms)
-    return Searched.made(problem, candidate, space.placement(space.build(candidate)), num_simulated=0)
+    return Searched.made(problem, candidate, space.placed(candidate), num_simulated=0)
 
 
 def test_without_slot_reuse_backward_fetches_everything_again() -> None:

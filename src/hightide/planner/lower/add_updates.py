@@ -15,6 +15,8 @@ from hightide.planner.lower.draft import Draft
 
 TICKS_OF_REDUCE = 2  # for which an update on the GPU may be put off
 
+_UPDATE = Action(ActionKey(Op.UPDATE), Op.UPDATE, Lane.CPU, tick=0, kind=ChunkKind.STATE)
+
 
 def add_updates(draft: Draft) -> None:
     for place in draft.placement.chunks:
@@ -112,15 +114,13 @@ def _last_backward(draft: Draft) -> Action | None:
 
 
 def _action(place: ChunkPlace, lane: Lane, tick: int, opens: int, after: tuple[ActionKey, ...]) -> Action:
-    return Action(
+    return _UPDATE.changed(
         id=ActionKey(Op.UPDATE, place.chunk.index),
-        op=Op.UPDATE,
         lane=lane,
         tick=tick,
         opens=opens,
         block=place.chunk.block,
         chunk=place.chunk.index,
-        kind=ChunkKind.STATE,
         num_bytes=place.update_bytes,
         after=after,
     )

@@ -35,7 +35,8 @@ def base_bytes(profile: ModelProfile, placement: Placement) -> dict[Tier, int]:
     return {tier: num_bytes + rows[tier] + inputs[tier] for tier, num_bytes in found.items()}
 
 
-def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
+def count_calls(draft: Draft) -> Effects:
+    """Of ticks and of what waits between them: the same in all passes of a step."""
     effects: Effects = defaultdict(lambda: defaultdict(int))
     _count_inputs_and_outputs(draft, effects)
     for index, call in enumerate(draft.profile.calls):
@@ -45,8 +46,14 @@ def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
         for tick in draft.ticks:
             effect = effects[tick.id]
             effect["gpu_transient"] = max(effect["gpu_transient"], effect.pop("least_transient", 0))
-        _count_updates(draft, effects)
         _count_coming_back(draft, effects)
+    return effects
+
+
+def add_effects(draft: Draft, actions: list[Action], of_calls: Effects) -> list[Action]:
+    effects: Effects = defaultdict(lambda: defaultdict(int), of_calls)
+    if draft.mode.trains:
+        _count_updates(draft, effects)
         _count_parked(draft, effects)
     return [action.changed(**effects[action.id]) if action.id in effects else action for action in actions]
 

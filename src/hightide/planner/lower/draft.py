@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -58,6 +59,14 @@ class Draft:
         self.rings: tuple[DraftRing, ...] = ()
         self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass, or SUM
         self.last_reduce: dict[int, Action] = {}  # chunk -> its final one in this pass
+
+    def copied(self, mode: Mode) -> Draft:
+        """As it is now, to go on in another mode. Actions are never changed, only replaced."""
+        other = copy(self)
+        other.mode, other.ticks, other.actions = mode, [*self.ticks], [*self.actions]
+        other.awaited = defaultdict(list, {tick: [*names] for tick, names in self.awaited.items()})
+        other.last_write_back, other.last_reduce = {**self.last_write_back}, {**self.last_reduce}
+        return other
 
     def chunks_at(self, tick: Action) -> tuple[ChunkPlace, ...]:
         return () if tick.block is None else self.placement.by_block[tick.block]

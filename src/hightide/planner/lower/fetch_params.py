@@ -11,38 +11,37 @@ from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.lower.draft import Draft
-from hightide.planner.lower.lay_ticks import lay_ticks
 from hightide.planner.slot_choice import Use, choose_windows
 
 Slots = list[int | None]  # by slot, the chunk in it
 
+# What all have in common: see Action.changed.
+_EVICT = Action(ActionKey(Op.EVICT), Op.EVICT, Lane.COMPUTE, tick=0, kind=ChunkKind.PARAM)
+_FETCH = Action(ActionKey(Op.FETCH), Op.FETCH, Lane.H2D, tick=0, kind=ChunkKind.PARAM, source=Place(Tier.HOST))
 
-def fetch_params(draft: Draft, reuses_slots: bool = True) -> None:
-    """A pass starts with empty slots, because a step has made their copies stale; but not in the middle of one. Unless
-    it `reuses_slots`, backward does so too, and every pass."""
+
+def fetch_params(draft: Draft, reuses_slots: bool = True) -> Slots:
+    """Of a pass that starts with empty slots, because a step has made their copies stale. Returns what is in them at
+    its end. Unless it `reuses_slots`, backward starts with empty ones too."""
     slots: Slots = [None] * draft.plan.num_slots
-    if draft.mode.continues_step and reuses_slots:
-        slots = _left_standing(draft)
-        draft.standing = tuple((index, slots.index(index)) for index in dict.fromkeys(slots) if index is not None)
     _fill(draft, slots, reuses_slots)
-
-
-def _left_standing(draft: Draft) -> Slots:
-    """What is in the same slots at the end of the first pass of a step and of those that begin with it."""
-    standing = _end_of_pass(draft, [None] * draft.plan.num_slots)
-    while True:
-        end = _end_of_pass(draft, list(standing))
-        gone = {index for index, after in zip(standing, end, strict=True) if index != after}
-        if not gone - {None}:
-            return standing
-        standing = [None if index in gone else index for index in standing]
-
-
-def _end_of_pass(draft: Draft, slots: Slots) -> Slots:
-    alone = Draft(draft.profile, draft.plan, draft.mode, draft.placement)
-    lay_ticks(alone)
-    _fill(alone, slots)
     return slots
+
+
+def fetch_params_again(laid: Draft, left: Slots, reuses_slots: bool = True) -> Draft:
+    """Of a later pass of the same step: what is in the same slots at the end of the first pass (`left`), and of those
+    that begin with it, need not be fetched. `laid`: with nothing but its ticks."""
+    standing: Slots = left if reuses_slots else [None] * len(left)
+    while True:
+        draft, end = laid.copied(laid.mode), [*standing]
+        _fill(draft, end, reuses_slots)
+        gone = {index for index, after in zip(standing, end, strict=True) if index != after} - {None}
+        if not gone:
+            draft.standing = tuple(
+                (index, standing.index(index)) for index in dict.fromkeys(standing) if index is not None
+            )
+            return draft
+        standing = [None if index in gone else index for index in standing]
 
 
 def _fill(draft: Draft, slots: Slots, reuses_slots: bool = True) -> None:
@@ -101,15 +100,12 @@ def _make_room(
 
 
 def _evict(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Action:
-    action = Action(
+    action = _EVICT.changed(
         id=ActionKey(Op.EVICT, chunk.index, ChunkKind.PARAM, tick.id),
-        op=Op.EVICT,
-        lane=Lane.COMPUTE,
         tick=tick.tick,
         opens=int(_last_use(draft, tick.tick)(chunk.index)),
         block=chunk.block,
         chunk=chunk.index,
-        kind=ChunkKind.PARAM,
         source=Place(Tier.GPU, slot),
     )
     draft.actions.append(action)
@@ -141,16 +137,12 @@ def _bring(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, evic
 
 def _fetch(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, evicts: list[Action]) -> Action:
     chunk = place.chunk
-    return Action(
+    return _FETCH.changed(
         id=ActionKey(Op.FETCH, chunk.index, ChunkKind.PARAM, tick.id),
-        op=Op.FETCH,
-        lane=Lane.H2D,
         tick=tick.tick,
         opens=max((evict.opens for evict in evicts), default=-1),
         block=chunk.block,
         chunk=chunk.index,
-        kind=ChunkKind.PARAM,
-        source=Place(Tier.HOST),
         target=Place(Tier.GPU, slot),
         num_bytes=place.shard.param_bytes,
         after=tuple(dict.fromkeys(evict.id for evict in evicts)),

@@ -33,6 +33,8 @@ from hightide.planner.lower.add_updates import update_on_gpu
 from hightide.planner.lower.draft import Draft
 from hightide.planner.slot_choice import choose_windows
 
+_OF_GRADIENT = Action(ActionKey(Op.CLEAR), Op.CLEAR, Lane.COMPUTE, tick=0, kind=ChunkKind.GRAD)
+
 
 @dataclass
 class _GradSlots:
@@ -60,9 +62,12 @@ def move_gradients(draft: Draft) -> None:
         _enter_all(draft, slots, tick, needed)
     _exit_all(draft, slots, set(slots.last_tick))
     _follow_previous_pass(draft, slots)
-    if draft.mode.ends_step:
-        _reduce_those_that_stayed(draft)
-        _send_those_that_stayed(draft)
+
+
+def finish_gradients(draft: Draft) -> None:
+    """Of the last pass of a step: those that no grad slot has."""
+    _reduce_those_that_stayed(draft)
+    _send_those_that_stayed(draft)
 
 
 def _reduce_those_that_stayed(draft: Draft) -> None:
@@ -158,15 +163,12 @@ def _enter(draft: Draft, slots: _GradSlots, place: ChunkPlace, tick: Action, win
 def _clear(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, before: list[Action]) -> ActionKey:
     """Runs inline on entry of its tick."""
     chunk = place.chunk
-    action = Action(
+    action = _OF_GRADIENT.changed(
         id=ActionKey(Op.CLEAR, chunk.index, at=tick.id),
-        op=Op.CLEAR,
-        lane=Lane.COMPUTE,
         tick=tick.tick,
         opens=tick.tick - 1,
         block=chunk.block,
         chunk=chunk.index,
-        kind=ChunkKind.GRAD,
         target=Place(Tier.GPU, slot),
         num_bytes=chunk.grad_bytes,
         after=tuple(dict.fromkeys(exit.id for exit in before)),
@@ -228,7 +230,7 @@ def _write_back(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None)
 def _of_gradient(draft: Draft, place: ChunkPlace, tick: Action, op: Op, lane: Lane, **what: Any) -> Action:
     """What becomes of a chunk's gradient once a tick has made it."""
     chunk = place.chunk
-    return Action(
+    return _OF_GRADIENT.changed(
         id=ActionKey(op, chunk.index, at=tick.id),
         op=op,
         lane=lane,
@@ -236,7 +238,6 @@ def _of_gradient(draft: Draft, place: ChunkPlace, tick: Action, op: Op, lane: La
         opens=tick.tick,
         block=chunk.block,
         chunk=chunk.index,
-        kind=ChunkKind.GRAD,
         **what,
     )
 

@@ -21,7 +21,9 @@ from hightide.planner.verify.precedence import waiting_order
 
 def order_actions(draft: Draft) -> list[Action]:
     ticks = [
-        tick.changed(after=tuple(dict.fromkeys((*tick.after, *draft.awaited.get(tick.tick, ())))))
+        tick.changed(after=tuple(dict.fromkeys((*tick.after, *draft.awaited[tick.tick]))))
+        if tick.tick in draft.awaited
+        else tick
         for tick in draft.ticks
     ]
     by_lane: dict[Lane, list[Action]] = {lane: [] for lane in Lane}
@@ -82,14 +84,14 @@ def _order_fetches(draft: Draft, by_need: list[Action]) -> list[Action]:
     as_in_train = _raise_opens([action for action in by_need if continued.get(action.chunk) is not action])
     early = [action for action in as_in_train if action.opens <= last_forward]
     names = {action.id for action in early}
-    late = [action.changed(opens=max(action.opens, last_forward)) for action in by_need if action.id not in names]
+    late = [_opened(action, last_forward) for action in by_need if action.id not in names]
     return early + _raise_opens(late)
 
 
 def _order_gathers(draft: Draft, gathers: list[Action], fetches: list[Action]) -> list[Action]:
     """Before the ticks that need them, in that order, as fetches; those after an update as they come."""
     opens = {fetch.id: fetch.opens for fetch in fetches}
-    ready = [one.changed(opens=max([one.opens, *(opens.get(name, -1) for name in one.after)])) for one in gathers]
+    ready = [_opened(one, max((opens.get(name, -1) for name in one.after), default=-1)) for one in gathers]
     needed, updated = ([one for one in ready if (one.tick >= len(draft.ticks)) is late] for late in (False, True))
     raised = _raise_opens(sorted(needed, key=lambda action: (action.tick, action.opens)))
     return sorted([*raised, *updated], key=lambda action: (action.opens, action.tick))
@@ -99,9 +101,14 @@ def _raise_opens(actions: list[Action]) -> list[Action]:
     opens = -1
     raised = []
     for action in actions:
-        opens = max(opens, action.opens)
-        raised.append(action.changed(opens=opens))
+        raised.append(_opened(action, opens))
+        opens = raised[-1].opens
     return raised
+
+
+def _opened(action: Action, least: int) -> Action:
+    """By that tick at the earliest."""
+    return action if action.opens >= least else action.changed(opens=least)
 
 
 def _moment(action: Action) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def simulate(
     clock.drain()
     passes = passes[-len(order) :]
     first = passes[0].index
-    by_start = sorted(clock.spans, key=lambda span: span.start_s)
+    by_start = sorted(clock.spans(), key=lambda span: span.start_s)
     busy, stall = dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)
     for one in passes:
         for span in by_start:
@@ -190,6 +190,12 @@ class _Running:
     left: float  # seconds on the compute lane and of collectives, bytes elsewhere
     latency_s: float
 
+    def span(self, lanes: Sequence[Lane], of: _Pass) -> Span:
+        """Once it has ended."""
+        end_s = of.ended_s[self.at]
+        assert end_s is not None
+        return Span(self.index, lanes[self.lane], of.graph.actions[self.at].id, self.start_s, end_s)
+
 
 class _Clock:
     def __init__(self, schedules: Sequence[Schedule], seconds: Callable[[Action], float], machine: Machine) -> None:
@@ -203,7 +209,7 @@ class _Clock:
         self._machine = machine
         self._speeds: dict[int, tuple[float, ...]] = {}  # by the lanes that move bytes, as bits
         self.now_s = 0.0
-        self.spans: list[Span] = []
+        self._done: list[_Running] = []
         self.stall_s: dict[int, dict[Lane, float]] = defaultdict(lambda: defaultdict(float))
         self._passes: list[_Pass] = []
         self._first_dues: list[int] = []  # of passes, in ticks of all of them one after the other
@@ -222,6 +228,10 @@ class _Clock:
             self._start_all()
             self._advance()
         return self.now_s
+
+    def spans(self) -> list[Span]:
+        """Of all that is done, in the order in which it ended."""
+        return [one.span(self._lanes, self._passes[one.index]) for one in self._done]
 
     def drain(self) -> None:
         """Until the other lanes are through too."""
@@ -326,7 +336,7 @@ class _Clock:
         graph = current.graph
         self._running[one.lane] = None
         current.ended_s[one.at] = self.now_s
-        self.spans.append(Span(one.index, self._lanes[one.lane], graph.actions[one.at].id, one.start_s, self.now_s))
+        self._done.append(one)
         if one.lane == _COMPUTE:
             self._compute_free_s = self.now_s
         for at in graph.followers[one.at]:

@@ -8,11 +8,11 @@ which nothing moves, and to add up differences."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import add
+from operator import add, attrgetter
 from typing import NamedTuple
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
@@ -23,6 +23,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower, lower_ticks
 from hightide.planner.lower.move_inputs import away_between
+from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import stash_holes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
@@ -43,13 +44,27 @@ class _Rise(NamedTuple):
     last_bytes: int = 0
 
 
+class _Inputs(NamedTuple):
+    """That wait on the host, by block."""
+
+    host_bytes: dict[int, int]
+    widest_bytes: dict[int, int]  # of one call
+
+
 @dataclass(frozen=True)
-class _Inputs:
-    """Of one call."""
+class _Waiting:
+    """Inputs of one call, on the host."""
 
     block: int
     backward: int  # its tick
     away: _Rise  # what they would add if they stayed
+
+
+class _Held(NamedTuple):
+    """What blocks have computed, wherever their inputs wait, and whatever the size of slots."""
+
+    rises: dict[Activation, dict[int, list[_Rise]]]  # by block
+    swapped_bytes: dict[int, int]  # by block: on the host
 
 
 @dataclass(frozen=True)
@@ -58,50 +73,70 @@ class _Levels:
 
     gpu_bytes: list[int]  # at most, by moment, with everything recomputed and no block updated on the GPU
     updates: dict[int, dict[int, int]]  # by block: the same at the moments at which it is updated there
-    held: dict[Activation, dict[int, list[_Rise]]]  # by block
     last_forward: int  # tick
-    swapped_bytes: dict[int, int]  # on the host
+    held: _Held
     near: dict[int, list[_Rise]]
-    inputs: dict[int, _Inputs]  # that wait on the host, by the tick of their forward
-    host_bytes: dict[int, int]  # by block: its inputs on the host
-    stashed_bytes: dict[int, int]  # by block: the widest of them
+    waiting: dict[int, _Waiting]  # by the tick of their forward
+
+
+class _Filled(NamedTuple):
+    """What is the same for all candidates that differ in nothing but chunks."""
+
+    added: list[int]  # by moment, to the levels
+    gpu_bytes: int  # at most, with no block updated on the GPU
+
+
+_FILLED_BY = attrgetter(
+    *("micro_batch", "inputs", "slot_numel", "loss_tile_tokens", "looked_up", "loss_kept_tokens"),
+    *("keep", "selective", "swapped", "near"),
+)
 
 
 class ActivationBytes:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._levels: dict[tuple[int, Tier, int, int | None, frozenset[int]], _Levels] = {}
+        self._held: dict[tuple[int, int | None, frozenset[int]], _Held] = {}
+        self._filled: dict[tuple[object, ...], _Filled] = {}
         self._logits: dict[int, list[_Rise]] = {}
         self._holes: dict[tuple[int, frozenset[int]], int] = {}  # by micro-batch, and what is looked up on the host
 
     def gpu_bytes(self, candidate: Candidate) -> int:
         """At most at once, beside what is always there."""
-        levels = self._levels_of(candidate)
-        rises = [
-            rise
-            for activation, blocks in ((Activation.KEEP, candidate.keep), (Activation.SELECTIVE, candidate.selective))
-            for block in blocks
-            for rise in levels.held[activation].get(block, ())
-        ]
-        rises += _swapped(levels, candidate)
-        rises += [rise for block in candidate.keep | candidate.near for rise in levels.near.get(block, ())]
-        if candidate.loss_kept_tokens:
-            rises += self._logits_of(candidate)
-        with_updates = levels.gpu_bytes.copy()
+        levels, filled = self._levels_of(candidate), self._filled_by(candidate)
+        most = filled.gpu_bytes
         for block in candidate.whole | candidate.trained:
             for moment, num_bytes in levels.updates.get(block, {}).items():
-                with_updates[moment] = max(with_updates[moment], num_bytes)
-        return max(_added(with_updates, rises) if rises else with_updates)
+                most = max(most, num_bytes + filled.added[moment])
+        return most
+
+    def _filled_by(self, candidate: Candidate) -> _Filled:
+        key = _FILLED_BY(candidate)
+        if key not in self._filled:
+            levels = self._levels_of(candidate)
+            added = _added(len(levels.gpu_bytes), self._rises_of(levels, candidate))
+            self._filled[key] = _Filled(added, max(map(add, levels.gpu_bytes, added)))
+        return self._filled[key]
+
+    def _rises_of(self, levels: _Levels, candidate: Candidate) -> Iterator[_Rise]:
+        for activation, blocks in ((Activation.KEEP, candidate.keep), (Activation.SELECTIVE, candidate.selective)):
+            for block in blocks:
+                yield from levels.held.rises[activation].get(block, ())
+        yield from _swapped(levels, candidate)
+        for block in candidate.keep | candidate.near:
+            yield from levels.near.get(block, ())
+        if candidate.loss_kept_tokens:
+            yield from self._logits_of(candidate)
 
     def host_bytes(self, candidate: Candidate, parked_bytes: Sequence[int] = ()) -> int:
         """At most at once. `parked_bytes`: of gradients, by block. While a block's inputs wait on the host its gradient
         does not: forward and backward both have inputs of the blocks before, and gradients of those behind."""
-        near = candidate.keep | candidate.near
-        levels = self._levels_of(candidate)
-        elsewhere = near | self._space.far(candidate)  # on the GPU, or in buffers that are always there
-        away = {block: size for block, size in levels.host_bytes.items() if block not in elsewhere}
+        away: dict[int, int] = {}
+        if candidate.inputs is Tier.HOST:
+            elsewhere = candidate.keep | candidate.near | self._space.far(candidate)  # or in buffers always there
+            away = {block: size for block, size in self._inputs.host_bytes.items() if block not in elsewhere}
         for block in candidate.swapped:
-            away[block] = away.get(block, 0) + levels.swapped_bytes.get(block, 0)
+            away[block] = away.get(block, 0) + self._held_of(candidate).swapped_bytes.get(block, 0)
         if not parked_bytes:
             return sum(away.values())
         now = most = sum(parked_bytes)
@@ -115,12 +150,23 @@ class ActivationBytes:
         """As they are called first."""
         return tuple(dict.fromkeys(call.block for call in self._space.profile.calls))
 
+    @cached_property
+    def _inputs(self) -> _Inputs:
+        profile, found = self._space.profile, _Inputs({}, {})
+        for call in profile.calls:
+            size = call.saved_inputs.at(profile.num_samples) if call.needs_backward else 0
+            if size and not profile.blocks[call.block].loose:
+                region = region_bytes(size) + max(0, call.num_saved - 1) * REGION_BYTES
+                found.host_bytes[call.block] = found.host_bytes.get(call.block, 0) + region
+                found.widest_bytes[call.block] = max(found.widest_bytes.get(call.block, 0), size)
+        return found
+
     def holes_bytes(self, candidate: Candidate) -> int:
         """Left by the copies of the block that has most to move, and inside of the block that has most of them."""
         near = candidate.keep | candidate.near
-        levels = self._levels_of(candidate)
-        inputs = {block: size for block, size in levels.stashed_bytes.items() if block not in near}
-        held = {block: levels.swapped_bytes.get(block, 0) for block in candidate.swapped}
+        widest = self._inputs.widest_bytes if candidate.inputs is Tier.HOST else {}
+        inputs = {block: size for block, size in widest.items() if block not in near}
+        held = {block: self._held_of(candidate).swapped_bytes.get(block, 0) for block in candidate.swapped}
         left = (stash_holes(inputs.get(block, 0), held.get(block, 0)) for block in inputs.keys() | held)
         return max(left, default=0) + self._holes_inside(candidate)
 
@@ -139,53 +185,56 @@ class ActivationBytes:
         tables = candidate.looked_up
         key = (candidate.micro_batch, candidate.inputs, slot_numel, candidate.loss_tile_tokens, tables)
         if key not in self._levels:
-            plain = lower(self._space.profile, self._plan(*key), Mode.TRAIN)
-            profile, space = self._space.profile, self._space
-            held = {
-                Activation.KEEP: lower_ticks(profile, self._plan(*key, keep=space.keepable)),
-                Activation.SELECTIVE: lower_ticks(profile, self._plan(*key, selective=space.selectable)),
-            }
+            profile, placement = self._space.profile, self._placed(*key)
+            plain = lower(profile, placement.plan, Mode.TRAIN, placement)
             stashes = {action.call: action for action in plain.actions if action.op is Op.STASH}
             returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
-            selective = _rises(plain.ticks, held[Activation.SELECTIVE])
-            rises = {Activation.KEEP: _rises(plain.ticks, held[Activation.KEEP]), Activation.SELECTIVE: selective}
-            swapped_plan = self._plan(*key, selective=space.selectable)
             near: dict[int, list[_Rise]] = {}
-            inputs: dict[int, _Inputs] = {}
-            host_bytes: dict[int, int] = {}
-            stashed_bytes: dict[int, int] = {}
+            waiting: dict[int, _Waiting] = {}
             for call, stash in stashes.items():
                 assert stash.block is not None
                 last = NUM_MOMENTS * returns[call].opens + AFTER
                 rise = _Rise(NUM_MOMENTS * stash.tick + IN, last, stash.gpu_gives)
                 near.setdefault(stash.block, []).append(rise)
-                inputs[stash.opens] = _Inputs(stash.block, returns[call].tick, rise)
-                host_bytes[stash.block] = host_bytes.get(stash.block, 0) + stash.host_takes
-                stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
+                waiting[stash.opens] = _Waiting(stash.block, returns[call].tick, rise)
             self._levels[key] = _Levels(
                 *_gpu_levels(plain, self._space),
-                rises,
                 len(profile.calls) - 1,
-                _swapped_bytes(profile, swapped_plan),
+                self._held_of(candidate),
                 near,
-                inputs,
-                host_bytes,
-                stashed_bytes,
+                waiting,
             )
         return self._levels[key]
+
+    def _held_of(self, candidate: Candidate) -> _Held:
+        key = (candidate.micro_batch, candidate.loss_tile_tokens, candidate.looked_up)
+        if key not in self._held:
+            size = (candidate.micro_batch, Tier.GPU, None, candidate.loss_tile_tokens, candidate.looked_up)
+            selective = self._placed(*size, selective=self._space.selectable)
+            plain, kept = self._placed(*size), self._placed(*size, keep=self._space.keepable)
+            before = self._ticks(plain)
+            rises = {
+                Activation.KEEP: _rises(before, self._ticks(kept)),
+                Activation.SELECTIVE: _rises(before, self._ticks(selective)),
+            }
+            self._held[key] = _Held(rises, _swapped_bytes(self._space.profile, selective.plan))
+        return self._held[key]
 
     def _logits_of(self, candidate: Candidate) -> list[_Rise]:
         tokens = candidate.loss_kept_tokens
         if tokens not in self._logits:
-            kept = lower_ticks(self._space.profile, self._plan(1, Tier.GPU, loss_kept_tokens=tokens))
+            kept = self._ticks(self._placed(1, Tier.GPU, loss_kept_tokens=tokens))
             self._logits[tokens] = [rise for rises in _rises(self._plain_ticks, kept).values() for rise in rises]
         return self._logits[tokens]
 
     @cached_property
     def _plain_ticks(self) -> tuple[Action, ...]:
-        return lower_ticks(self._space.profile, self._plan(1, Tier.GPU))
+        return self._ticks(self._placed(1, Tier.GPU))
 
-    def _plan(
+    def _ticks(self, placement: Placement) -> tuple[Action, ...]:
+        return lower_ticks(self._space.profile, placement)
+
+    def _placed(
         self,
         micro_batch: int,
         inputs: Tier,
@@ -195,7 +244,7 @@ class ActivationBytes:
         keep: Sequence[int] = (),
         selective: Sequence[int] = (),
         loss_kept_tokens: int = 0,
-    ) -> Plan:
+    ) -> Placement:
         """With everything on the GPU."""
         candidate = Candidate(
             micro_batch,
@@ -208,7 +257,7 @@ class ActivationBytes:
             slot_numel=slot_numel,
             loss_tile_tokens=loss_tile_tokens,
         )
-        return self._space.build(candidate)
+        return self._space.placed(candidate)
 
 
 def _gpu_levels(schedule: Schedule, space: Space) -> tuple[list[int], dict[int, dict[int, int]]]:
@@ -264,10 +313,10 @@ def _swapped(levels: _Levels, candidate: Candidate) -> list[_Rise]:
     leave and come with it, or behind it."""
     if not candidate.swapped:
         return []
-    rises = [rise for block in candidate.swapped for rise in levels.held[Activation.SELECTIVE].get(block, ())]
+    rises = [rise for block in candidate.swapped for rise in levels.held.rises[Activation.SELECTIVE].get(block, ())]
     held = {rise.first // NUM_MOMENTS: rise for rise in rises if rise.num_bytes}
     stays = candidate.keep | candidate.near
-    inputs = {forward: one for forward, one in levels.inputs.items() if one.block not in stays}
+    inputs = {forward: one for forward, one in levels.waiting.items() if one.block not in stays}
     ticks = {forward: (forward, rise.last // NUM_MOMENTS) for forward, rise in held.items()}
     following = dict(pairwise(sorted(held)))
     found = [rise for rise in rises if not rise.num_bytes]
@@ -304,9 +353,8 @@ def _more_inside(before: dict[str, Action], tick: Action) -> int:
     return tick.gpu_transient - before[tick.id].gpu_transient
 
 
-def _added(levels: list[int], rises: Iterable[_Rise]) -> list[int]:
-    slopes = [0] * (len(levels) + 1)
-    found = list(levels)
+def _added(num_moments: int, rises: Iterable[_Rise]) -> list[int]:
+    slopes, found = [0] * (num_moments + 1), [0] * num_moments
     for first, last, num_bytes, last_bytes in rises:
         if first <= last:
             slopes[first] += num_bytes

@@ -169,14 +169,14 @@ class Moves(Ladders):
     def _by_width(self) -> tuple[int, ...]:
         return tuple(sorted(self.space.movable, key=self.space.block_numel))
 
-    @cached_property
-    def forms(self) -> tuple[Form, ...]:
+    @property
+    def forms(self) -> Iterator[Form]:
         """The plain one first. Others take less of the GPU: slots of the size that takes least, a loss in smaller
         tiles. Neither is as fast."""
-        tiles = (None, *self.space.smaller_tiles)
-        sizes = self.space.slot_sizes[1:] if self.few else (self.space.leanest_slot_numel,)
-        slots = (None, *(size for size in sizes if size != self.space.slot_numel))
-        return tuple(Form(slot_numel, tile) for tile, slot_numel in product(tiles, slots))
+        for tile in (None, *self.space.smaller_tiles):
+            yield Form(None, tile)
+            sizes = self.space.slot_sizes[1:] if self.few else (self.space.leanest_slot_numel,)
+            yield from (Form(size, tile) for size in sizes if size != self.space.slot_numel)
 
     def resident(self) -> Iterator[Candidate]:
         """Everything on the GPU, nothing recomputed."""

@@ -42,8 +42,7 @@ NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows m
 def search(problem: Problem) -> Searched:
     """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
     trials, candidate = _found(problem, says_why=True)
-    placement = trials.space.placement(trials.space.build(candidate))
-    return Searched.made(problem, candidate, placement, trials.num_simulated)
+    return Searched.made(problem, candidate, trials.space.placed(candidate), trials.num_simulated)
 
 
 def quick_step_s(problem: Problem) -> float:
@@ -68,12 +67,12 @@ def _with_uncalled(trials: Trials, candidate: Candidate, may_fill: Callable[[Can
     space = trials.space
     if space.is_cut:
         return candidate
-    plan = space.build(candidate)
-    needed = [sum(place.num_slots for place in places) for places in space.placement(plan).by_block]
+    placement = space.placed(candidate)
+    needed = [sum(place.num_slots for place in places) for places in placement.by_block]
     uncalled = [
         block.index
         for block in space.profile.blocks
-        if not block.loose and block.index not in space.called and needed[block.index] > plan.num_slots
+        if not block.loose and block.index not in space.called and needed[block.index] > placement.plan.num_slots
     ]
     found = candidate
     for block in sorted(uncalled, key=space.block_numel):

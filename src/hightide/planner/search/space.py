@@ -41,6 +41,10 @@ class Space:
 
     def build(self, candidate: Candidate) -> Plan:
         """Without a forecast and an explanation."""
+        return self.placed(candidate).plan
+
+    def placed(self, candidate: Candidate) -> Placement:
+        """Its plan, and where that has everything."""
         plan = Plan(
             version=PLAN_VERSION,
             fingerprint=self.profile.fingerprint,
@@ -67,10 +71,10 @@ class Space:
             even_alone=self.terms.even_alone,
             profile=self.profile,
         )
-        placement = self.placement(plan)
+        placement = Placement(plan, self.places(plan.layout.slot_numel))
         slots, grad_slots = placement.widest_tick(self.called)
         rings = placement.buffer_bytes
-        return replace(
+        counted = replace(
             plan,
             num_slots=candidate.num_slots(slots),
             num_grad_slots=candidate.num_grad_slots(grad_slots, placement.has_leaving),
@@ -79,10 +83,7 @@ class Space:
             num_state_buffers=candidate.state_buffers if rings[Buffer.UPDATED] else 0,
             num_input_buffers=candidate.input_buffers if passing_calls(self.profile, plan) else 0,
         )
-
-    def placement(self, plan: Plan) -> Placement:
-        """Of a plan that was built here."""
-        return Placement(plan, self.places(plan.layout.slot_numel))
+        return placement.of(counted)
 
     def places(self, slot_numel: int) -> ChunkPlaces:
         if slot_numel not in self._places:
@@ -109,27 +110,28 @@ class Space:
     def tiers_of(self, candidate: Candidate) -> list[BlockTiers]:
         """Of all blocks. All buffers of a ring are as large as the largest: what is far wider than others parks. So
         does what is late: it would hold its buffer until the next forward."""
-        all_tiers = [self._tiers(block, candidate) for block in self.profile.blocks]
-        if not candidate.grad_buffers or not self.updates_in_backward:
-            return [tiers._replace(parks=True) for tiers in all_tiers]
+        parks = not candidate.grad_buffers or not self.updates_in_backward
+        all_tiers = [self._tiers(block, candidate, parks) for block in self.profile.blocks]
+        if parks:
+            return all_tiers
         parking = self.wide | self._late(all_tiers, candidate)
         return [tiers._replace(parks=True) if block in parking else tiers for block, tiers in enumerate(all_tiers)]
 
-    def _tiers(self, block: BlockSpec, candidate: Candidate) -> BlockTiers:
-        index = block.index
+    def _tiers(self, block: BlockSpec, candidate: Candidate, parks: bool) -> BlockTiers:
+        index, sharing = block.index, self._sharing(block, candidate) if self.is_cut else Sharing.SHARDED
         if index in candidate.looked_up:
-            return BlockTiers(Tier.HOST, Tier.HOST, Tier.HOST, compute=Tier.HOST)
+            return BlockTiers(Tier.HOST, Tier.HOST, Tier.HOST, Tier.HOST, parks=True)
         if block.loose or index in candidate.whole:
             sums = Tier.GPU if self.is_cut and index in candidate.sums else Tier.HOST
-            return BlockTiers(Tier.GPU, Tier.GPU, sums, sharing=self._sharing(block, candidate))
+            return BlockTiers(Tier.GPU, Tier.GPU, sums, sharing=sharing)
         params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
         states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
         in_part = Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
         sums = self._sums(index, in_part[1], candidate)
         settles = candidate.settles and in_part[1] is Tier.HOST
-        return BlockTiers(*in_part, sums, parks=False, sharing=self._sharing(block, candidate), settles=settles)
+        return BlockTiers(*in_part, sums, parks=parks, sharing=sharing, settles=settles)
 
-    @property
+    @cached_property
     def is_cut(self) -> bool:
         """Chunks are cut into shards."""
         return self.terms.is_cut
@@ -137,8 +139,6 @@ class Space:
     def _sharing(self, block: BlockSpec, candidate: Candidate) -> Sharing:
         """What is tiny is not worth more than one collective a step: adapters, norms."""
         index = block.index
-        if not self.is_cut:
-            return Sharing.SHARDED
         is_small = index in (candidate.whole & self._tiny) or index in candidate.trained - candidate.params
         if block.loose or is_small:
             return Sharing.REPLICATED
@@ -256,8 +256,8 @@ class Space:
         return min(self.slot_sizes, key=self._slots_bytes)
 
     def _slots_bytes(self, slot_numel: int) -> int:
-        plan = self.build(Candidate(1, spare_slots=0, slot_numel=slot_numel))
-        sizes = self.placement(plan).buffer_bytes
+        placement = self.placed(Candidate(1, spare_slots=0, slot_numel=slot_numel))
+        plan, sizes = placement.plan, placement.buffer_bytes
         return plan.num_slots * sizes[Buffer.SLOT] + plan.num_grad_slots * sizes[Buffer.GRAD_SLOT]
 
     @cached_property

@@ -38,6 +38,7 @@ class Trials:
     num_actions: int = 0  # of all schedules that were simulated: what that cost
     _known_standing: dict[Candidate, StandingNeeds] = field(default_factory=dict)
     _guesses: dict[Candidate, Needs] = field(default_factory=dict)
+    _others: dict[Candidate, tuple[int, int]] = field(default_factory=dict)
     _step_s: dict[Candidate, float] = field(default_factory=dict)
     _least_s: dict[Candidate, float] = field(default_factory=dict)
 
@@ -48,19 +49,17 @@ class Trials:
 
     def may_fit(self, candidate: Candidate) -> bool:
         """The GPU and the host. The more is filled in there, the less is left for the disk: it is checked last."""
-        if self.is_forbidden(candidate):
+        if self.is_forbidden(candidate) or not self.host_fits(candidate):
             return False
-        return self._memory_fits(self.guess(candidate))
+        gpu_bytes = self.problem.terms.gpu_bytes  # activations last: to know them takes longest
+        return self._always(candidate).gpu_bytes <= gpu_bytes and self.guess(candidate).gpu_bytes <= gpu_bytes
 
     def host_fits(self, candidate: Candidate) -> bool:
-        return self.guess(candidate).host_bytes <= self.problem.terms.host_bytes
+        return self._beside_gpu(candidate)[0] <= self.problem.terms.host_bytes
 
     def within(self, needs: Needs) -> bool:
-        return self._memory_fits(needs) and needs.disk_bytes <= self.problem.terms.disk_bytes
-
-    def _memory_fits(self, needs: Needs) -> bool:
-        terms = self.problem.terms
-        return needs.gpu_bytes <= terms.gpu_bytes and needs.host_bytes <= terms.host_bytes
+        limits = self.problem.terms.limits
+        return all(needs.by_tier[tier] <= limits[tier] for tier in Tier)
 
     def guess(self, candidate: Candidate) -> Needs:
         """What the candidate needs, but for small differences in what is on its way."""
@@ -70,18 +69,28 @@ class Trials:
             inside = self._activations.gpu_bytes(candidate)
             if is_real(self.problem.machine):
                 inside = reserved_beside(inside, self._activations.holes_bytes(candidate))
-            host_bytes = always.host_bytes + self._activations.host_bytes(candidate, always.parked_bytes)
+            found = self._guesses[candidate] = Needs(always.gpu_bytes + inside, *self._beside_gpu(candidate))
+        return found
+
+    def _beside_gpu(self, candidate: Candidate) -> tuple[int, int]:
+        """On the host and on disk."""
+        found = self._others.get(candidate)
+        if found is None:
+            always = self._always(candidate)
+            waiting = self._activations.host_bytes(candidate, always.parked_bytes)
             buffers, stored = self.space.input_bytes(candidate)
-            gpu_bytes, disk_bytes = always.gpu_bytes + inside, always.disk_bytes + stored
-            found = self._guesses[candidate] = Needs(gpu_bytes, host_bytes + buffers, disk_bytes)
+            found = self._others[candidate] = always.host_bytes + waiting + buffers, always.disk_bytes + stored
         return found
 
     def needs(self, candidate: Candidate) -> Needs:
-        passes = self._lowered(candidate)
+        passes = self._lowered(self.space.placed(candidate))
         return self._needs(passes, step_peaks(passes))
 
+    def fits(self, candidate: Candidate) -> bool:
+        return not self.is_forbidden(candidate) and self.within(self.needs(candidate))
+
     def peaks(self, candidate: Candidate) -> Peaks:
-        return step_peaks(self._lowered(candidate))
+        return step_peaks(self._lowered(self.space.placed(candidate)))
 
     def is_too_much(self, disk: bool = True) -> bool:
         """Of chunks alone for all tiers together, or for all but the disk."""
@@ -96,11 +105,10 @@ class Trials:
         if self.is_forbidden(candidate):
             return math.inf
         safe_point()
-        plan = self.space.build(candidate)
-        placement = self.space.placement(plan)
+        placement = self.space.placed(candidate)
         if self.least_s(candidate, placement) >= below_s:
             return math.inf
-        passes = lower_step(self.problem.profile, plan, placement, self.problem.terms.without)
+        passes = self._lowered(placement)
         step_s = math.inf
         if self.within(self._needs(passes, step_peaks(passes))):
             step_s = self._simulate(placement, passes)
@@ -110,14 +118,12 @@ class Trials:
     def least_s(self, candidate: Candidate, placement: Placement | None = None) -> float:
         """That its step takes, if it fits. `placement`: its own, if that is known already."""
         if candidate not in self._least_s:
-            placement = placement or self.space.placement(self.space.build(candidate))
+            placement = placement or self.space.placed(candidate)
             self._least_s[candidate] = least_step_s(self.problem, placement)
         return self._least_s[candidate]
 
-    def _lowered(self, candidate: Candidate) -> Passes:
-        plan = self.space.build(candidate)
-        placement, without = self.space.placement(plan), self.problem.terms.without
-        return lower_step(self.problem.profile, plan, placement, without)
+    def _lowered(self, placement: Placement) -> Passes:
+        return lower_step(self.problem.profile, placement.plan, placement, self.problem.terms.without)
 
     def is_forbidden(self, candidate: Candidate) -> bool:
         without = self.problem.terms.without

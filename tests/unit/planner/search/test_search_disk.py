@@ -176,8 +176,8 @@ def _with(candidate: Candidate, params: list[int], states: list[int]) -> Candida
 def referee(asked: Problem) -> GreedySnake:
     """Times of the widest of its layers."""
     trials = Trials(asked)
-    plan = trials.space.build(Candidate(1, Tier.HOST, 1, disk=True, state_buffers=2, read_buffers=2))
-    placement = trials.space.placement(plan)
+    placement = trials.space.placed(Candidate(1, Tier.HOST, 1, disk=True, state_buffers=2, read_buffers=2))
+    plan = placement.plan
     seconds = seconds_of(asked.profile, plan, asked.costs, placement)
     ticks = lower_step(asked.profile, plan, placement).last.ticks
     place = placement.by_block[2][0]

@@ -58,5 +58,5 @@ def test_bases_are_those_of_the_plan(data: st.DataObject) -> None:
         expected = Needs(*base_bytes(profile, Placement(plan)).values())
         found = bases.of(candidate)
         assert Needs(found.gpu_bytes, found.host_bytes, found.disk_bytes) == expected
-        parking = [place for place in space.placement(plan).chunks if place.parks]
+        parking = [place for place in space.placed(candidate).chunks if place.parks]
         assert sum(found.parked_bytes) == sum(region_bytes(place.grad_bytes) for place in parking)
