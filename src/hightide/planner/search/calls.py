@@ -6,6 +6,8 @@ whole plan, so every number is looked at quickly, and those that look best are s
 
 from __future__ import annotations
 
+import math
+
 from hightide.planner.infeasible import InfeasiblePlan, growth
 from hightide.planner.problem import Problem
 from hightide.planner.search.nearby import why_not
@@ -24,8 +26,10 @@ def search_calls(step: Problem) -> Searched:
         return search(step)
     looks: dict[int, float] = {}
     for number in numbers:
+        # What surely takes longer than that is not searched, whatever it takes.
+        below_s = LIKELY * min(looks.values(), default=math.inf) / (1 - LEAST_GAIN)
         try:
-            looks[number] = quick_step_s(in_calls(step, number))
+            looks[number] = quick_step_s(in_calls(step, number), below_s)
         except InfeasiblePlan:
             continue
     if not looks:

@@ -45,19 +45,20 @@ def search(problem: Problem) -> Searched:
     return Searched.made(problem, candidate, trials.space.placed(candidate), trials.num_simulated)
 
 
-def quick_step_s(problem: Problem) -> float:
-    """Of the plan that a quick search finds. Raises InfeasiblePlan, without what is missing: that takes a while."""
-    trials, candidate = _found(replace(problem, quick=True), says_why=False)
-    return trials.step_s(candidate)
+def quick_step_s(problem: Problem, below_s: float = math.inf) -> float:
+    """Of the plan that a quick search finds; infinite if that surely takes `below_s` or more. Raises InfeasiblePlan,
+    without what is missing: that takes a while."""
+    trials, candidate = _found(replace(problem, quick=True), says_why=False, below_s=below_s)
+    return trials.step_s(candidate, below_s)
 
 
-def _found(problem: Problem, says_why: bool) -> tuple[Trials, Candidate]:
+def _found(problem: Problem, says_why: bool, below_s: float = math.inf) -> tuple[Trials, Candidate]:
     num_samples, pinned = problem.profile.num_samples, problem.terms.micro_batch
     problem.terms.check_micro_batch(num_samples)
     trials = Trials(problem)
     sizes = equal_parts(num_samples) if pinned is None else (pinned,)
     may_fill = _with_room_left(trials) if problem.quick else trials.may_fit
-    candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick, says_why).run()
+    candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick, says_why, below_s).run()
     return trials, _with_uncalled(trials, candidate, may_fill)
 
 
@@ -78,7 +79,7 @@ def _with_uncalled(trials: Trials, candidate: Candidate, may_fill: Callable[[Can
     for block in sorted(uncalled, key=space.block_numel):
         more = replace(found, whole=found.whole | {block})
         found = more if may_fill(more) else found
-    return found if trials.step_s(found) < math.inf else candidate
+    return found if found != candidate and trials.step_s(found) < math.inf else candidate
 
 
 def _with_room_left(trials: Trials) -> Callable[[Candidate], bool]:
@@ -93,6 +94,7 @@ class _Search:
     moves: Moves
     quick: bool
     says_why: bool
+    below_s: float = math.inf  # of what surely takes so long, a quick search knows only that it fits
 
     def run(self) -> Candidate:
         resident = next((candidate for candidate in self.moves.resident() if self._fits(candidate)), None)
@@ -192,6 +194,10 @@ class _Search:
     def _try(self, candidate: Candidate, found: dict[Candidate, float]) -> float:
         below_s = math.inf if self.moves.few else min(found.values(), default=math.inf) * (1 - LEAST_GAIN)
         if not self.trials.within(self.trials.guess(candidate)):
+            return math.inf
+        if self.below_s < math.inf and self.trials.least_s(candidate) >= self.below_s:
+            if found or self.trials.fits(candidate):
+                found.setdefault(candidate, math.inf)
             return math.inf
         step_s = self.trials.step_s(candidate, below_s)
         if step_s < math.inf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,8 @@ from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.calls import in_calls, numbers_of_calls, search_calls
-from hightide.planner.search.search import search
+from hightide.planner.search.search import quick_step_s, search
+from hightide.planner.search.trials import Trials
 from unit.planner.profiles import UNLIMITED, stack
 from unit.planner.test_lower_disk import GPU, MACHINE
 
@@ -74,6 +76,18 @@ def test_one_call_where_parameters_stream() -> None:
     """Each call would fetch them all again."""
     whole = preset_problem("llama-3.2-1b", sequences=4, length=8192, gpu_bytes=6 * GIB, host_bytes=64 * GIB)
     assert search_calls(whole).plan.accumulate == 1
+
+
+def test_of_what_surely_takes_too_long_a_look_says_only_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is simulated."""
+    streamed = preset_problem("llama-3.2-1b", sequences=4, length=8192, gpu_bytes=6 * GIB, host_bytes=64 * GIB)
+    found_s = quick_step_s(streamed)
+    assert quick_step_s(streamed, below_s=1.01 * found_s) == found_s
+    with monkeypatch.context() as patch:
+        patch.setattr(Trials, "_simulate", None)
+        assert quick_step_s(streamed, below_s=found_s / 1000) == math.inf
+        with pytest.raises(InfeasiblePlan, match="no plan fits"):
+            quick_step_s(streamed.with_terms(host_bytes=GIB), below_s=found_s / 1000)
 
 
 def test_what_fits_only_in_many_calls() -> None:
