@@ -124,10 +124,6 @@ class Steps(Iterator[list[Call]]):
         self._pass: tuple[int, Tensor] = (-1, torch.empty(0))
         self.num_tokens = 0  # of the last step, on all ranks, without padding
 
-    @property
-    def taken(self) -> int:
-        return self._taken
-
     def __next__(self) -> list[Call]:
         rows = [self._row(self._taken + offset) for offset in range(self._rows_per_step)]
         self._taken += self._rows_per_step

@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Any
 
-from hightide.ir.tier import COLLECTIVES, ChunkKind, Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane, Tier
 
 
 class Op(StrEnum):
@@ -211,12 +211,6 @@ class Schedule:
 
     def lane(self, lane: Lane) -> tuple[Action, ...]:
         return tuple(action for action in self.actions if action.lane is lane)
-
-    @property
-    def collectives(self) -> dict[Lane, tuple[tuple[ActionKey, int], ...]]:
-        """What all ranks do together: of each lane what and how many bytes, in its order. It is the same on all ranks,
-        since a schedule follows from plan and profile."""
-        return {lane: tuple((one.id, one.num_bytes) for one in self.lane(lane)) for lane in COLLECTIVES}
 
     def to_text(self) -> str:
         rules = " ".join(f"{lane}:{lane.picking.replace(' ', '_')}" for lane in Lane)
