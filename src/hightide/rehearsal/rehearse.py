@@ -15,18 +15,22 @@ from torch import Tensor
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile, Selective, Work
 from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point, SelectiveCost
+from hightide.optim.operands import Operands
+from hightide.optim.registry import rule_for
 from hightide.planner.loss_tiles import loss_tile_tokens
 from hightide.planner.predict.estimate import FUSED_SHARE, GLUE_S
 from hightide.process.progress import doing
 from hightide.profiler.model.hooks import no_global_hooks
 from hightide.profiler.probe.probe_record import CallRecord
 from hightide.profiler.probe.probe_result import ProbeResult
-from hightide.rehearsal.device import memory_rate, update_rate
 from hightide.rehearsal.stage import LossTile, RehearsedCall, Stage
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, load_factor, time_laps
 from hightide.runtime.blocks.compiled import SELECTIVE_BUDGET
+from hightide.runtime.chunks.homes import DTYPES
 
 NONE = Curve(())
+COPIED_BYTES = {"cuda": 1 << 28, "cpu": 1 << 24}  # beyond any cache of a GPU
+UPDATED_NUMEL = {"cuda": 1 << 25, "cpu": 1 << 18}
 
 
 def measure_costs(
@@ -317,3 +321,45 @@ def _in_proportion(told: Curve, found: dict[int, float]) -> Curve:
 
 def _curve(values: dict[int, float]) -> Curve:
     return Curve(tuple(Point(size, value) for size, value in sorted(values.items())))
+
+
+# -- rates of the device ------------------------------------------------------------------------------------------
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes read and written per second by a copy."""
+    source = torch.ones(COPIED_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+
+    def once(lap: Lap) -> None:
+        target.copy_(source)
+        lap()
+
+    return 2 * source.nbytes / time_laps(once, device).seconds[0]
+
+
+def update_rate(optimizer: torch.optim.Optimizer, profile: ModelProfile, device: torch.device) -> float:
+    """Bytes touched per second, as an UPDATE counts them: each array once."""
+    rule = rule_for(optimizer)
+    hyper = rule.read(optimizer.param_groups[0])
+    numel = UPDATED_NUMEL[device.type]
+    dtype = getattr(torch, max(profile.params, key=lambda spec: spec.numel).dtype)
+    in_parts = dtype == torch.bfloat16
+
+    def array(kind: torch.dtype, per_numel: int = 1) -> Tensor:
+        return torch.zeros(-(-numel // per_numel), dtype=kind, device=device)
+
+    operands = Operands(
+        None if in_parts else array(torch.float32),
+        array(torch.float32),
+        tuple(array(DTYPES[state.dtype], state.per_numel) for state in rule.states),
+        None if dtype == torch.float32 else array(dtype),
+        array(torch.int16) if in_parts else None,
+        tuple(state.per_numel for state in rule.states),
+    )
+
+    def once(lap: Lap) -> None:
+        rule.update(operands, 1, hyper)
+        lap()
+
+    return operands.touched_bytes / time_laps(once, device).seconds[0]

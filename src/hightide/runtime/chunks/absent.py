@@ -19,7 +19,7 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
 from hightide.ir.refusal import Refused
-from hightide.runtime.other_optimizer import refuse_other_optimizer
+from hightide.runtime.guards.other_optimizer import refuse_other_optimizer
 
 Disabled = torch._C.DisableTorchFunctionSubclass  # as a context: torch sees ordinary tensors
 METHODS = (

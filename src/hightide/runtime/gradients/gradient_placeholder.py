@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from hightide.ir.refusal import Refused
 from hightide.runtime.gradients.gradient_values import GradientValues
-from hightide.runtime.other_optimizer import refuse_other_optimizer
+from hightide.runtime.guards.other_optimizer import refuse_other_optimizer
 
 aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ import torch
 
 from hightide.ir.refusal import Refused
 
-_BETWEEN = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))  # code of ours, and of torch
+_FOLDERS = (Path(__file__).parents[1], Path(torch.__file__).parent)  # of the runtime, and of torch
+_BETWEEN = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 REFUSAL = (
     "step() of another {kind} than the optimizer that hightide.wrap returned, which has the states and updates the "
     "parameters where they are: use that one. With transformers' Trainer pass both, Trainer(model, ..., "
