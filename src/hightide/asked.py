@@ -125,6 +125,11 @@ def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opt
             f"the model is, or has in it, a {type(parallel).__name__}, which averages gradients itself; pass what is "
             "in it (model.module): under torchrun hightide does what it does, and shards the model too"
         )
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise ValueError(
+            "the model is what torch.compile returned; pass the model itself, and compile=True, which compiles its "
+            "blocks"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer is {kind_of(optimizer)}; pass a torch.optim.Optimizer")
     if run_of(model) is not None or any(run_of(module) is not None for module in model.modules()):

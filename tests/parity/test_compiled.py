@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from harness import SUBJECTS, compare, make_optimizer, streamed, train
+from harness import SUBJECTS, assert_parity, compare, make_optimizer, streamed, train
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,3 +238,21 @@ def test_every_run_has_compilations_of_its_own(graphs: Graphs) -> None:
         assert forward is not None
         forward(blocks[0], inputs)
     assert len(graphs.forward) == 10
+
+
+def test_a_model_that_the_user_compiles_leaves_hightide_out() -> None:
+    """Traced with the model, it may end in an error of the compiler."""
+    torch._dynamo.reset()
+    traced: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        traced.append(graph)
+        return graph.forward
+
+    subject = SUBJECTS["llama_tied"]
+    plain = train(subject.build(num_samples=7), subject.batches(1))
+    model, example = subject.build(num_samples=7)
+    model.compile(backend=backend)
+    wrapped = train((model, example), subject.batches(1), wrap={})
+    assert_parity(plain, wrapped)
+    assert not traced

@@ -181,6 +181,12 @@ def test_a_model_that_averages_its_own_gradients(refused: Any) -> None:
         hightide.wrap(parallel, adamw(parallel), batch, limits=LIMITS)
 
 
+def test_a_model_that_is_compiled_as_a_whole(refused: Any) -> None:
+    model, batch = small()
+    with refused("torch.compile returned", "compile=True"):
+        hightide.wrap(torch.compile(model), adamw(model), batch, limits=LIMITS)
+
+
 def test_a_model_without_parameters(refused: Any) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     with refused("0 parameters", "nothing to train"):

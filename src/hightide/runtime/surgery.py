@@ -28,6 +28,9 @@ from hightide.runtime.guards.unchanged import HOOKED, Unchanged
 from hightide.runtime.head.head import HeadCall
 from hightide.runtime.head.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
+from hightide.stores.left_alone import leave_alone
+
+COMPILED = "a wrapped model compiles its blocks by itself: hightide.wrap(..., compile=True)"
 
 
 class Wrapped:
@@ -324,4 +327,7 @@ def _like_its_own(original: Any, mixin: Any) -> Callable[..., Any]:
 
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
     forward.__doc__ = original.forward.__doc__
+    # Compiled from outside, as the whole model, hightide would be compiled with it.
+    leave_alone(forward)
+    vars(forward).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=COMPILED)
     return forward

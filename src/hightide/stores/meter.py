@@ -22,6 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hightide.stores.left_alone import CAN_BE_LEFT_ALONE, leave_alone
+
 DEFAULT_LABEL = "activations"
 
 OnChange = Callable[[int, str], object]  # (delta_bytes, label)
@@ -48,25 +50,19 @@ def device_asked(func: Any, args: Any) -> torch.device | None:
     return None
 
 
-_eval_frame: Any = torch._C._dynamo.eval_frame
-_LEFT_ALONE: Any = None  # by torch.compile: a piece of code, and whatever it calls
-if hasattr(_eval_frame, "set_code_exec_strategy"):
-    _LEFT_ALONE = _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)
-
-
 class DispatchMode(TorchDispatchMode):
     """Torch wraps the code of every mode, so that torch.compile leaves it alone, which takes half as long as the way
     through the dispatcher does. Here the code itself is marked."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return _LEFT_ALONE is None
+        return not CAN_BE_LEFT_ALONE
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         own: Any = cls.__dict__.get("__torch_dispatch__")
         super().__init_subclass__(**kwargs)
-        if own is not None and _LEFT_ALONE is not None:
-            _eval_frame.set_code_exec_strategy(own.__code__, _LEFT_ALONE)
+        if own is not None:
+            leave_alone(own)
 
 
 class _StorageRef(weakref.ref):
