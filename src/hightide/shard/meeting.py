@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from hightide.process.interrupts import safe_point
 from hightide.process.system import usable_cpus
 from hightide.shard.attempt import fresh, is_kept
 from hightide.shard.communicators import ACROSS, CONTROL, GLOO, LANES, NCCL, SAVE, break_off, make_groups
+from hightide.shard.own_rank import OwnRank
 from hightide.shard.patience import Patience
 from hightide.shard.ranks import Ranks
 from hightide.shard.watchman import RankFailure, Watchman
@@ -39,6 +41,7 @@ EVEN_ALONE_SWITCH = "HIGHTIDE_COLLECTIVES_ALONE"  # "1": see [Note: one rank tha
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _num_made: Counter[tuple[int, ...]] = Counter()  # by members: all of them count the same
+_met: WeakSet[OwnRank] = WeakSet()  # for each model of this process
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def _meet(
     watchman = Watchman(
         store, rank, len(members), (*LANES, ACROSS), patience, *_host(shared, members), CONTROL, (SAVE,), members
     )
+    _met.add(watchman.own)
+    watchman.own.beside, watchman.own.title = _met, f"model number {_num_made[members]} of these ranks"
     watchman.give_first_sign()
     store.set(f"facts/{rank}", json.dumps(asdict(own)))
     _wait_for_all(store, "facts", range(len(members)), rank, patience)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from hightide.ir.units import counted
 from hightide.shard.issued import Issued, LaneLog
-from hightide.shard.signs import OUTSIDE, Fault, Position, Sign, Standstill, Wait
+from hightide.shard.signs import ELSEWHERE, OUTSIDE, Fault, Position, Sign, Standstill, Wait
 from hightide.shard.users_thread import Outside, frame_of, line_of, outside
 from hightide.shard.verdicts import in_full
 
@@ -48,6 +48,9 @@ class OwnRank:
         self.logs = {lane: LaneLog(lane) for lane in lanes}
         self.lock = threading.Lock()  # of the logs
         self.last: Sign | None = None
+        self.title = "this model"  # the same on all ranks
+        self.beside: Collection[OwnRank] = ()  # of all models of this process
+        self.stopped: int | None = None  # the moment in which the user's thread waits in here; None: it does not
         self._members = tuple(range(world)) if members is None else tuple(members)
         self._users_thread = threading.get_ident()
         self._outside: Outside | None = None  # a collective of the user's own that is under way
@@ -98,15 +101,23 @@ class OwnRank:
 
     def sign(self, fault: Fault | None = None, ended: str | None = None) -> Sign:
         frame = frame_of(self._users_thread)
-        self._look_outside(outside(frame))
+        self._look_outside(outside(frame) or self._elsewhere())
         where, standing = line_of(frame), self.standing()
         del frame  # and all that it holds
         with self.lock:
             self._beat += 1
             lanes = {lane: Position.of(log) for lane, log in self.logs.items() if log.number}
+            self.stopped = None
             still = None if standing is None else self._standstill(standing)
             self.last = Sign(self._beat, self.doing, lanes, fault, ended, where, dict(self.calls), still)
             return self.last
+
+    def _elsewhere(self) -> Outside | None:
+        """The user's thread may wait in another model. Who waits there for what, that model finds out."""
+        for other in list(self.beside):
+            if other is not self and (moment := other.stopped) is not None:
+                return Outside(moment, other.title, other._members, ELSEWHERE)
+        return None
 
     def _look_outside(self, found: Outside | None) -> None:
         if found is not None and (self._outside is None or found.call != self._outside.call):
@@ -120,18 +131,19 @@ class OwnRank:
             for lane, log in self.logs.items()
             if lane not in self.apart and (oldest := log.oldest()) is not None
         }
-        is_stopped = standing.waits or self.callers_lane in under_way or self._outside is not None
+        waits_here = standing.waits or self.callers_lane in under_way
         all_wait = standing.is_idle and all(not under_way.keys().isdisjoint(names) for names in standing.at_others)
-        if not (is_stopped and all_wait):
+        num_collectives = sum(log.number + log.num_through for log in self.logs.values())
+        moment = standing.num_done + num_collectives + self._num_outside
+        self.stopped = moment if waits_here and all_wait else None
+        if not (all_wait and (waits_here or self._outside is not None)):
             return None
         everyone = tuple(range(self.world))
         waits = [
             Wait(lane, oldest.number, oldest.name, self.circles.get(lane, everyone))
             for lane, oldest in under_way.items()
         ]
-        if self._outside is not None:
+        if self._outside is not None and not waits_here:
             members = tuple(self._members.index(one) for one in self._outside.members if one in self._members)
-            waits.append(Wait(OUTSIDE, 0, self._outside.name, members))
-        num_collectives = sum(log.number + log.num_through for log in self.logs.values())
-        moment = standing.num_done + num_collectives + self._num_outside
+            waits.append(Wait(self._outside.lane, 0, self._outside.name, members))
         return Standstill(moment, tuple(waits)) if waits else None

@@ -10,6 +10,7 @@ from hightide.shard.issued import SHOWN, LaneLog
 
 ENDED = "it has ended"  # a program, without an exception
 OUTSIDE = "torch.distributed"  # in the place of a lane: a collective that is not ours
+ELSEWHERE = "another model"  # likewise: whatever it is that another model waits for
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from hightide.shard.signs import OUTSIDE
+
 TOGETHER = frozenset(  # of torch.distributed: no member leaves it before all have come
     (
         *("barrier", "monitored_barrier", "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single"),
@@ -34,11 +36,12 @@ _INSTALLED = tuple({_OURS, *(sysconfig.get_paths()[name] for name in ("stdlib", 
 
 
 class Outside(NamedTuple):
-    """A collective of the user's own that is under way."""
+    """A collective of the user's own that is under way, or one of another model."""
 
     call: int  # another number is another call
     name: str
     members: tuple[int, ...]  # who must come; what torch.distributed calls them
+    lane: str = OUTSIDE  # or ELSEWHERE
 
 
 def frame_of(thread: int) -> FrameType | None:

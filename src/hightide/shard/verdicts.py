@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from hightide.shard.issued import Issued, LaneLog
-from hightide.shard.signs import ENDED, OUTSIDE, Fault, Sign, Wait
+from hightide.shard.signs import ELSEWHERE, ENDED, OUTSIDE, Fault, Sign, Wait
 
+APART = (OUTSIDE, ELSEWHERE)  # waits that are not numbered
 SHOWN_RANKS = 4  # of those that wait for each other, in a message
 EQUALLY = (
     "All ranks must call the same blocks in the same order, and the model, backward and step() equally often. A rank "
@@ -93,7 +94,7 @@ def stuck(signs: Mapping[int, Sign]) -> list[int]:
 
 def missing(wait: Wait, signs: Mapping[int, Sign]) -> list[int]:
     """Ranks that have not come to what is waited for."""
-    if wait.lane != OUTSIDE:
+    if wait.lane not in APART:
         return [rank for rank in wait.members if rank in signs and signs[rank].number(wait.lane) < wait.number]
     return [rank for rank in wait.members if rank in signs and not _is_outside(signs[rank], wait)]
 
@@ -101,7 +102,7 @@ def missing(wait: Wait, signs: Mapping[int, Sign]) -> list[int]:
 def _is_outside(sign: Sign, wait: Wait) -> bool:
     """In the same collective, as far as one can see."""
     waits = () if sign.standstill is None else sign.standstill.waits
-    return any((one.lane, one.name, one.members) == (OUTSIDE, wait.name, wait.members) for one in waits)
+    return any((one.lane, one.name, one.members) == (wait.lane, wait.name, wait.members) for one in waits)
 
 
 def deadlock(ranks: Sequence[int], signs: Mapping[int, Sign], callers_lane: str) -> Fault:
@@ -110,7 +111,7 @@ def deadlock(ranks: Sequence[int], signs: Mapping[int, Sign], callers_lane: str)
     for rank in ranks[:SHOWN_RANKS]:
         still = signs[rank].standstill
         assert still is not None
-        wait = next((one for one in still.waits if one.lane == OUTSIDE), still.waits[0])
+        wait = next((one for one in still.waits if one.lane in APART), still.waits[0])
         whom = missing(wait, signs)
         has = "has" if len(whom) == 1 else "have"
         if wait.lane == callers_lane:
@@ -190,6 +191,8 @@ def behind(issued: Issued, signs: Mapping[int, Sign]) -> list[int]:
 def in_full(issued: Issued | Wait) -> str:
     if issued.lane == OUTSIDE:
         return f"{OUTSIDE}.{issued.name}()"
+    if issued.lane == ELSEWHERE:
+        return issued.name
     return f"{issued.name} (number {issued.number} of lane {issued.lane})"
 
 
