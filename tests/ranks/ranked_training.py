@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hightide
+import hightide.api
 import hightide.posing
 import hightide.profiler.model.model_profile
 import hightide.this_machine
@@ -31,6 +32,7 @@ import hightide.wrapping
 import models
 from hightide.doctor.known import load_machine
 from hightide.ir.tier import Lane, Tier
+from hightide.loading.tensor_file import StoredTensor
 from hightide.observe.ranked_watch import RankedWatch
 from hightide.observe.timing import Measured, StepTimes
 from hightide.planner.advice.correct import MemoryShortage
@@ -39,11 +41,13 @@ from hightide.planner.solution import Solution
 from hightide.process.system import resident_bytes
 from hightide.runtime import alike
 from hightide.runtime.chunks import moving
+from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.lanes import lanes as lanes_module
 from hightide.runtime.lanes.lanes import BETWEEN_RANKS, UPDATER, Lanes
 from hightide.runtime.schedule.lane_work import nothing
 from hightide.runtime.surgery import run_of
 from hightide.shard import meeting
+from hightide.shard.patience import Patience
 from hightide.shard.watchman import Watchman
 from known_profiles import KnownProfiles
 
@@ -748,6 +752,7 @@ def gradients(rank: int, world: int, where: str, replicas: int = 1) -> dict[str,
 def read_alone(rank: int, world: int, what: str, evaluates: bool) -> dict[str, Any]:
     """The first rank reads what all ranks would have to, and the others go on: with the next step, or `evaluates`."""
     torch.set_num_threads(1)
+    hightide.api.Patience = lambda timeout_s: Patience(timeout_s, beat_s=0.3)
     model, example = built("hand_written")
     optimizer = optimizer_of(model)
     plan = Plans(model, optimizer, example).of(world, "streamed")
@@ -1011,4 +1016,33 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
         }
         hightide.unwrap(wrapped)
     dist.destroy_process_group()
+    return found
+
+
+def first_values(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Of a model in files, of which each rank reads its shards, and of one that is initialised in its chunks, for which
+    each rank has another seed."""
+    torch.set_num_threads(1)
+    model, example = built("llama")
+    plan, read = Plans(model, optimizer_of(model), example).of(world, "streamed"), [0]
+    load, read_into = Chunks.load, StoredTensor._read_into
+
+    def counted(self: StoredTensor, file: int, flat: Tensor) -> None:
+        read[0] += flat.nbytes
+        read_into(self, file, flat)
+
+    def loaded(self: Chunks, *args: Any) -> None:
+        read[0] = 0
+        load(self, *args)
+
+    StoredTensor._read_into, Chunks.load = counted, loaded  # type: ignore[method-assign]
+    in_files = hightide.from_pretrained(folder)
+    found = {"whole": sum(param.nbytes for param in in_files.parameters())}
+    with torch.device("meta"):
+        on_meta = type(model)(model.config)
+    for what, one in {"in files": in_files, "on meta": on_meta}.items():
+        torch.manual_seed(rank)
+        wrapped, _ = hightide.wrap(one, optimizer_of(one), example, plan=plan)
+        found |= {what: digest(wrapped.state_dict()), f"read {what}": read[0]}
+        hightide.unwrap(wrapped)
     return found

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import models
 from hightide.runtime.lanes.lanes import CORES_FOR_OTHERS
 from hightide.shard.gloo_lane import STAGING_BYTES
 from started_ranks import StartedRanks
@@ -40,6 +41,19 @@ def test_values_are_those_of_the_first_rank_and_can_be_loaded_and_read(training:
     assert first["evaluated"] == second["evaluated"] and first["after"] == second["after"]
     assert first["after"] == pytest.approx(first["unwrapped"], rel=1e-6)
     assert first["digest"] == second["digest"]
+
+
+def test_first_values_are_the_same_on_any_number_of_ranks_and_each_reads_its_shards(
+    training: StartedRanks, tmp_path: Path
+) -> None:
+    models.llama(num_layers=2)[0].save_pretrained(tmp_path)
+    (alone,) = training.run("first_values", 1, within_s=WITHIN_S, folder=str(tmp_path))
+    known, ranks = alone.result, training.run("first_values", 2, within_s=WITHIN_S, folder=str(tmp_path))
+    for what in ("in files", "on meta"):
+        assert ranks[0].result[what] == known[what]
+    assert known["read in files"] == known["whole"]
+    for rank in ranks:
+        assert rank.result["read in files"] <= 0.55 * known["whole"]  # shards are padded, what is tiny is whole
 
 
 def test_a_rank_that_raises_in_a_block_ends_the_others(training: StartedRanks) -> None:
