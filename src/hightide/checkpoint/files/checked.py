@@ -6,15 +6,16 @@ import os
 import threading
 import zlib
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hightide.checkpoint.files.folder import READ_BYTES, WHAT, wrong_piece
 from hightide.checkpoint.files.manifest import FileSums, Manifest
 from hightide.ir.foreign import open_regular
 from hightide.stores.threads import background
 
+WHAT = "file of a checkpoint"
+READ_BYTES = 8 * 1024**2  # at once
 NUM_AHEAD = 3
 THREAD = "hightide-load"
 
@@ -46,6 +47,14 @@ class CheckedFile:
             part = self._piece(index)[start : start + len(memory)]
             memory[: len(part)] = part
             memory, offset = memory[len(part) :], offset + len(part)
+
+    def looked_through(self) -> Iterator[tuple[int, str | None]]:
+        """The bytes of each piece that is wanted, and what is wrong with it."""
+        for index in self._wanted:
+            try:
+                yield len(self._piece(index)), None
+            except DamagedFile as error:
+                yield 0, str(error)
 
     def _piece(self, index: int) -> memoryview:
         at = bisect_left(self._wanted, index)
@@ -122,7 +131,16 @@ class _Piece:
             sum_, done_bytes = zlib.crc32(part[:count], sum_), done_bytes + count
         left_bytes = len(self._content) - done_bytes
         if left_bytes or sum_ != self._sums.crc32[self._index]:
-            raise DamagedFile(wrong_piece(self._sums, self._piece_bytes, self._index, sum_, left_bytes))
+            raise DamagedFile(_wrong_piece(self._sums, self._piece_bytes, self._index, sum_, left_bytes))
         if hasattr(os, "posix_fadvise"):  # what is read once need not stay in the page cache
             with suppress(OSError):
                 os.posix_fadvise(self._file, self._start, len(self._content), os.POSIX_FADV_DONTNEED)
+
+
+def _wrong_piece(file: FileSums, piece_bytes: int, index: int, sum_: int, left_bytes: int = 0) -> str:
+    start = index * piece_bytes
+    end = min(start + piece_bytes, file.num_bytes)
+    where = f"{file.name}, piece {index + 1} of {len(file.crc32)} (bytes {start} to {end})"
+    if left_bytes:
+        return f"{where} ends {left_bytes} bytes too early"
+    return f"{where} has the sum {sum_:08x}, it was written with {file.crc32[index]:08x}"

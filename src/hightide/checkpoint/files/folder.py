@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hightide.checkpoint.files import filesystem
+from hightide.checkpoint.files.checked import CheckedFile
 from hightide.checkpoint.files.leftovers import checkpoint_in, exists
-from hightide.checkpoint.files.manifest import FileSums, Manifest, read_manifest
+from hightide.checkpoint.files.manifest import Manifest, read_manifest
 from hightide.checkpoint.files.names import GONE, OLD, TMP, parse_name
-from hightide.ir.foreign import open_regular, shown
+from hightide.ir.foreign import shown
 
-WHAT = "file of a checkpoint"
-READ_BYTES = 8 * 1024**2  # at once
 LOOKS = 5
 _UNFINISHED = {TMP: "a save that is under way, or was cut off", GONE: "a removal that is under way, or was cut off"}
 
@@ -92,7 +90,17 @@ def damages(path: str | Path, read: Callable[[int], object] | None = None) -> li
         manifest = manifest_of(path)
     except ValueError as error:
         return [str(error)]
-    return [text for file in manifest.files for text in _damages_of(path, file, manifest.piece_bytes, read)]
+    wrong: list[str] = []
+    for file in manifest.files:
+        try:
+            with CheckedFile(path, manifest, file.name) as opened:
+                for num_bytes, problem in opened.looked_through():
+                    wrong += [problem] if problem else []
+                    if read is not None:
+                        read(num_bytes)
+        except ValueError as error:
+            wrong.append(f"{file.name}: {error}")
+    return wrong
 
 
 def verify(path: str | Path) -> Manifest:
@@ -202,29 +210,3 @@ def _missing(folder: int, manifest: Manifest) -> str | None:
         if status.st_size != file.num_bytes:
             return f"{file.name} has {status.st_size} bytes, it must have {file.num_bytes}"
     return None
-
-
-def _damages_of(path: Path, file: FileSums, piece_bytes: int, read: Callable[[int], object] | None) -> Iterator[str]:
-    try:
-        with open_regular(path / file.name, WHAT, follow=False) as raw:
-            memory = memoryview(bytearray(min(READ_BYTES, max(file.num_bytes, 1))))
-            for index, told in enumerate(file.crc32):
-                num_bytes = min(piece_bytes, file.num_bytes - index * piece_bytes)
-                sum_, left_bytes = 0, num_bytes
-                while left_bytes and (count := raw.readinto(memory[:left_bytes])):  # type: ignore[attr-defined]
-                    sum_, left_bytes = zlib.crc32(memory[:count], sum_), left_bytes - count
-                    if read is not None:
-                        read(count)
-                if sum_ != told or left_bytes:
-                    yield wrong_piece(file, piece_bytes, index, sum_, left_bytes)
-    except (OSError, ValueError) as error:
-        yield f"{file.name}: {error}"
-
-
-def wrong_piece(file: FileSums, piece_bytes: int, index: int, sum_: int, left_bytes: int = 0) -> str:
-    start = index * piece_bytes
-    end = min(start + piece_bytes, file.num_bytes)
-    where = f"{file.name}, piece {index + 1} of {len(file.crc32)} (bytes {start} to {end})"
-    if left_bytes:
-        return f"{where} ends {left_bytes} bytes too early"
-    return f"{where} has the sum {sum_:08x}, it was written with {file.crc32[index]:08x}"
