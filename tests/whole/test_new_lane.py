@@ -43,7 +43,7 @@ PLAN = replace(plan_with(PROFILE, inputs=Tier.HOST), gpu_limit_bytes=1 << 50, ho
 def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lane]:
     """Block inputs leave on it."""
     lane = Lane.add("network", request.param, "between GPUs")
-    monkeypatch.setitem(form._LANES, Op.STASH, lane)
+    monkeypatch.setitem(form._FORMS, Op.STASH, form._FORMS[Op.STASH]._replace(lane=lane))
     yield lane
     del Lane.known["network"]
 
