@@ -227,7 +227,10 @@ class CheckpointWriter:
             return ValueError(
                 self._too_little(str(error.strerror) if has_names else "no more files can be made (df -i)")
             )
-        return ValueError(f"{shown(self.path)} cannot be written: {error}; earlier checkpoints are as they were")
+        return ValueError(
+            f"{shown(self.path)} cannot be written: {error}. Earlier checkpoints are as they were; mend that, or name "
+            "another folder"
+        )
 
     def _too_little(self, reason: str) -> str:
         needed_bytes = self._needed_bytes
