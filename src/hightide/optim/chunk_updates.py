@@ -49,12 +49,6 @@ class Range:
     step: int
     factor: Factor
 
-    def goes_on(self, start: int, group: int, step: int, factor: Factor) -> bool:
-        """Whether a parameter that begins there belongs to it."""
-        # Factors from the GPU are compared by identity: one clipping gives all parameters the same tensor.
-        same_factor = self.factor is factor or (isinstance(self.factor, float) and self.factor == factor)
-        return self.stop == start and self.group == group and self.step == step and same_factor
-
 
 class ChunkUpdates:
     def __init__(
@@ -105,31 +99,43 @@ class ChunkUpdates:
     def _ranges(self, chunk: int, hypers: dict[int, Any]) -> list[Range]:
         """What is to be updated; the hyper-parameters of its groups go to `hypers`. Of a chunk that is in shards on
         several ranks what this one has of it; but updates of all its parameters are counted on all ranks."""
-        assert self._group_of is not None
+        group_of, used = self._group_of, self._used
+        assert group_of is not None
         chunks, is_cut = self._chunks, self._chunks.is_cut(chunk)
         counted: dict[int, Callable[[str], int]] = {}  # by group
         ranges: list[Range] = []
         params, how = list[str](), set[tuple[int, int]]()
+        last: Range | None = None
         for entry, factor in self._gradients.ready(chunk):
-            group = self._group_of.get(entry.param)
-            if group is None:
+            key = entry.param
+            if key not in group_of:
                 continue
+            group = group_of[key]
             if group not in hypers:
                 hypers[group] = hyper = self._groups.hyper(group)
                 counted[group] = self.moments.advance if self._rule.keeps_states(hyper) else self.moments.count
-            self._used[entry.param] = hypers[group]
-            step = counted[group](entry.param)
+            used[key] = hypers[group]
+            step = counted[group](key)
             if self._acts is not None:
-                params.append(entry.param)
+                params.append(key)
                 how.add((group, step))
                 self._acts.scales(factor)
-            own = chunks.own_entry(entry.param) if is_cut else entry
+            own = chunks.own_entry(key) if is_cut else entry
             if own is None:
                 continue
-            if ranges and ranges[-1].goes_on(own.offset_numel, group, step, factor):
-                ranges[-1].stop = own.end_numel
+            start, stop = own.offset_numel, own.end_numel
+            if (
+                last is not None
+                and last.stop == start
+                and last.group == group
+                and last.step == step
+                # Factors from the GPU are compared by identity: one clipping gives all parameters the same tensor.
+                and (last.factor is factor or (isinstance(last.factor, float) and last.factor == factor))
+            ):
+                last.stop = stop
             else:
-                ranges.append(Range(own.offset_numel, own.end_numel, group, step, factor))
+                last = Range(start, stop, group, step, factor)
+                ranges.append(last)
         if self._acts is not None and params:
             self._acts.updates(params, hypers, how)
         return ranges
@@ -188,9 +194,11 @@ class ChunkUpdates:
     ) -> None:
         """`later`: gets the second part of what can be done in two."""
         update = self._rule.update if self._chunks.placed[chunk].is_updated_on_gpu else self._on_host.update
-        if not self._chunks.update_arrays(chunk).is_memory:  # what is in buffers is gone by then
+        arrays = self._chunks.update_arrays(chunk)
+        is_memory = arrays.is_memory
+        if not is_memory:  # what is in buffers is gone by then
             later = None
-        for start, piece in self._pieces(chunk):
+        for start, piece in ((0, self._whole(chunk, arrays)),) if is_memory else self._pieces(chunk, arrays):
             stop = start + len(piece)
             for part in ranges:
                 begin, end = max(start, part.start), min(stop, part.stop)
@@ -205,13 +213,9 @@ class ChunkUpdates:
                     else:
                         update(operands, part.step, hyper, factor)
 
-    def _pieces(self, chunk: int) -> Iterator[tuple[int, Operands]]:
-        """(start, operands) of a chunk: all of it at once, if it is in memory."""
-        arrays, numel = self._chunks.update_arrays(chunk), self._chunks.shards[chunk].optimised_numel
-        if arrays.is_memory:
-            yield 0, self._whole(chunk, arrays)
-            return
-        for start, param, gradient, states in arrays.tiles(numel):
+    def _pieces(self, chunk: int, arrays: UpdateArrays) -> Iterator[tuple[int, Operands]]:
+        """(start, operands) of a chunk of which something is on disk."""
+        for start, param, gradient, states in arrays.tiles(self._chunks.shards[chunk].optimised_numel):
             yield start, self._operands(chunk, param, gradient, states)
 
     def _whole(self, chunk: int, arrays: UpdateArrays) -> Operands:

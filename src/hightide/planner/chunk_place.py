@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from hightide.ir.action import ActionKey, Op
 from hightide.ir.chunk import ChunkSpec, on_disk_bytes
@@ -36,7 +37,7 @@ RINGS = tuple(RING_COUNTS)
 BUFFER_TIERS = {buffer: Tier.HOST if buffer in RINGS else Tier.GPU for buffer in Buffer}
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class ChunkPlace:
     """Where one chunk's parameters, gradient and states are, and through which buffers they pass."""
 
@@ -70,7 +71,7 @@ class ChunkPlace:
     is_cut: bool = False  # a rank has a shard of it, which of one rank that talks to itself is all of it
     settle_bytes: int = 0  # the same, of the second part of its update; 0: its update is one
 
-    @property
+    @cached_property
     def settles(self) -> bool:
         """Its states are written after its parameters."""
         return self.settle_bytes > 0
@@ -80,27 +81,27 @@ class ChunkPlace:
         """What reads its gradient last."""
         return ActionKey(Op.SETTLE if self.settles else Op.UPDATE, self.chunk.index)
 
-    @property
+    @cached_property
     def is_streamed(self) -> bool:
         """Its values are not on the GPU, or only a shard of them, but for the time of their use."""
         return self.params is not Tier.GPU or self.num_slots > 0
 
-    @property
+    @cached_property
     def is_refreshed(self) -> bool:
         """Used on the GPU, updated elsewhere: each pass begins by fetching the new values into the persistent place."""
         return self.params is Tier.GPU is not self.home
 
-    @property
+    @cached_property
     def is_gathered_after_update(self) -> bool:
         """Its update on the GPU changes a shard of parameters that are whole there."""
         return self.is_gathered and not self.is_streamed and not self.is_refreshed and self.chunk.optimised_numel > 0
 
-    @property
+    @cached_property
     def is_reduced(self) -> bool:
         """Its gradient is averaged over several ranks."""
         return self.is_averaged and self.chunk.trainable_numel > 0
 
-    @property
+    @cached_property
     def is_reduced_home(self) -> bool:
         """From its grad slot to the place of its shard on the GPU, where later passes add to it."""
         return self.num_grad_slots > 0 and self.grad is Tier.GPU and not self.is_rounded_home
@@ -126,38 +127,38 @@ class ChunkPlace:
         """All ranks keep all of the mean."""
         return self.is_reduced and not self.is_cut
 
-    @property
+    @cached_property
     def in_grad_slot(self) -> bool:
         """Its gradient is summed in a slot."""
         return self.num_grad_slots > 0
 
-    @property
+    @cached_property
     def leaves(self) -> bool:
         """Its gradient goes from the GPU to another tier."""
         return self.states is not Tier.GPU and (self.stays or self.num_grad_slots > 0)
 
-    @property
+    @cached_property
     def passes_ring(self) -> bool:
         """Its gradient leaves the GPU into a ring's buffer: its update follows from there, or a write to disk."""
         return self.leaves and self.grad is not Tier.HOST
 
-    @property
+    @cached_property
     def is_narrow(self) -> bool:
         """Its gradient is rounded on its way home."""
         return self.grad_dtype != SUM_DTYPE
 
-    @property
+    @cached_property
     def is_used_up(self) -> bool:
         """Its gradient is summed in a grad slot, and its update, right afterwards on the GPU, is the last to read it:
         so it needs no place of its own."""
         return self.num_grad_slots > 0 and self.states is Tier.GPU is not self.grad
 
-    @property
+    @cached_property
     def is_updated_on_gpu(self) -> bool:
         """By compute, in its turn. Else on the host, by a lane of its own."""
         return self.states is Tier.GPU
 
-    @property
+    @cached_property
     def is_home_on_gpu(self) -> bool:
         """What an update leaves is there, all of it or a shard: nothing is fetched."""
         return self.home is Tier.GPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 FORKED = (
     "this model was wrapped by hightide in another process, of which this one is a fork: the threads that move its "
@@ -11,30 +12,29 @@ FORKED = (
     "model of its own"
 )
 
-_num_forks = 0  # between the first process and this one
-
-
-def _after_fork() -> None:
-    global _num_forks
-    _num_forks += 1
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
 
 class Birthplace:
     """The process in which something was made."""
 
-    __slots__ = ("_num_forks",)
+    __slots__ = ("__weakref__", "is_here")
 
     def __init__(self) -> None:
-        self._num_forks = _num_forks
-
-    @property
-    def is_here(self) -> bool:
-        return self._num_forks == _num_forks
+        self.is_here = True  # asked at every step of a block: a fork changes it
+        _made_here.add(self)
 
     def check(self) -> None:
         """RuntimeError in a fork."""
-        if self._num_forks != _num_forks:
+        if not self.is_here:
             raise RuntimeError(FORKED)
+
+
+_made_here: weakref.WeakSet[Birthplace] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for birthplace in _made_here:
+        birthplace.is_here = False
+    _made_here.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

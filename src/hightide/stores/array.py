@@ -17,7 +17,7 @@ class Array:
     """Contiguous elements in a region. Lanes `read` and `write` them by tickets. All other methods are for values at
     rest: they convert, from and to any device, and are through when they return."""
 
-    __slots__ = ("_view", "dtype", "nbytes", "offset_bytes", "region", "shape", "store")
+    __slots__ = ("_view", "dtype", "is_memory", "nbytes", "offset_bytes", "region", "shape", "store")
 
     def __init__(
         self, store: Store, region: Region, dtype: torch.dtype, shape: Sequence[int], offset_bytes: int = 0
@@ -25,6 +25,7 @@ class Array:
         self.store, self.region, self.offset_bytes = store, region, offset_bytes
         self.dtype, self.shape = dtype, tuple(shape)
         self.nbytes = prod(shape) * dtype.itemsize
+        self.is_memory = isinstance(store, MemoryStore)
         self._view: Tensor | None = None
 
     def part(self, start: int, shape: Sequence[int]) -> Array:
@@ -36,10 +37,6 @@ class Array:
 
     def write(self, source: Tensor, start: int = 0) -> Ticket:
         return self.store.write(self.region, source, self.offset_bytes + start * self.dtype.itemsize)
-
-    @property
-    def is_memory(self) -> bool:
-        return isinstance(self.store, MemoryStore)
 
     @property
     def view(self) -> Tensor:

@@ -60,11 +60,12 @@ class Moments:
 
     def advance(self, key: str) -> int:
         """Another update. Returns its number, from 1."""
+        counts = self._counts
         if key in self._counters:
             self.set_count(key, self.count(key) + 1)
-            return self._counts[key]
-        number = self._counts[key] = self._counts.get(key, 0) + 1
-        return number
+        else:
+            counts[key] = counts[key] + 1 if key in counts else 1
+        return counts[key]
 
     # -- where they are -------------------------------------------------------------------------------------------
 

@@ -102,9 +102,11 @@ class Binding:
     def bind(self, chunk: int, block: int | None = None) -> None:
         if (written := self._nans.written(chunk)) is not None:
             raise Refused(WRITTEN_WHILE_ABSENT.format(name=written))
+        versions = self._versions
         for key, param, shown, view, addresses in self._views(chunk, block).bound:
             param.__class__ = shown
-            self._check_written(key, param)
+            if key not in versions or versions[key] != param._version:
+                self._check_written(key, param)
             if param.data_ptr() not in addresses:
                 self._refuse_other_data(key, view)
             param.data = view

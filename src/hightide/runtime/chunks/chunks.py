@@ -244,13 +244,12 @@ class Chunks(Homes):
         distance = tensor.data_ptr() - self._slots_address
         if not 0 <= distance < self._slots.num_bytes:
             return None
-        for chunk in self.param_slots.everyone():
-            first = self.param_slots.first(chunk)
-            assert first is not None
-            offset = distance - first * self.slot_bytes
-            if 0 <= offset < self.specs[chunk].param_bytes:
-                return chunk, offset
-        return None
+        chunk = self.param_slots.occupant(distance // self.slot_bytes)
+        first = None if chunk is None else self.param_slots.first(chunk)
+        if chunk is None or first is None:
+            return None
+        offset = distance - first * self.slot_bytes
+        return (chunk, offset) if offset < self.specs[chunk].param_bytes else None
 
     # -- parameters -----------------------------------------------------------------------------------------------
 

@@ -32,7 +32,9 @@ class UpdateArrays(NamedTuple):
 
     @property
     def is_memory(self) -> bool:
-        return all(array.is_memory for array in (self.param, self.grad, *self.states.values()))
+        if not (self.param.is_memory and self.grad.is_memory):
+            return False
+        return all([array.is_memory for array in self.states.values()])  # no generator: asked at each update
 
     def tiles(self, numel: int) -> Iterator[tuple[int, Tensor, Tensor, Mapping[StateSpec, Tensor]]]:
         """(start, parameter, gradient, states) of a chunk of which something is on disk, a few elements at a time:

@@ -22,14 +22,15 @@ class SlotTable:
         self._lock = threading.Lock()
         self._occupants: list[int | None] = [None] * num_slots
         self._widths = widths
-        self._first: dict[int, int] = {}  # chunk -> its first slot
+        self._first: dict[int, int] = {}
+        self.first: Callable[[int], int | None] = self._first.get  # the first slot of a chunk, asked all the time
         self._fences: list[list[Fence]] = [[] for _ in range(num_slots)]  # of who used each slot since it was taken
-
-    def first(self, chunk: int) -> int | None:
-        return self._first.get(chunk)
 
     def width(self, chunk: int) -> int:
         return self._widths[chunk]
+
+    def occupant(self, slot: int) -> int | None:
+        return self._occupants[slot]
 
     def occupants(self, first: int, chunk: int) -> set[int]:
         """Other chunks in the window that `chunk` would take from slot `first` on."""
@@ -44,22 +45,25 @@ class SlotTable:
     def take(self, first: int, chunk: int) -> list[Fence]:
         """Returns what the taker's stream has to join. See [Note: slots and streams]."""
         with self._lock:
-            width = self._widths[chunk]
-            assert self.fits(first, chunk), f"chunk {chunk} needs {width} slots from {first} of {len(self._occupants)}"
-            assert not self.occupants(first, chunk), f"slot {first} still holds {self.occupants(first, chunk)}"
-            fences: dict[int, Fence] = {}
-            for slot in range(first, first + width):
-                self._occupants[slot] = chunk
-                fences.update({id(fence): fence for fence in self._fences[slot]})
-                self._fences[slot] = []
+            end, occupants = first + self._widths[chunk], self._occupants
+            assert end <= len(occupants), f"chunk {chunk} needs the slots {first} to {end - 1} of {len(occupants)}"
+            fences: list[Fence] = []
+            for slot in range(first, end):
+                assert occupants[slot] in (None, chunk), f"slot {slot} still holds {occupants[slot]}"
+                occupants[slot] = chunk
+                if self._fences[slot]:
+                    fences += [fence for fence in self._fences[slot] if fence not in fences]  # once, of wide ones
+                    self._fences[slot] = []
             self._first[chunk] = first
-            return list(fences.values())
+            return fences
 
     def used_until(self, chunk: int, fence: Fence | None) -> None:
         """A stream works in the chunk's slots until this fence."""
+        if fence is None:
+            return
         with self._lock:
             first = self._first.get(chunk)
-            if fence is not None and first is not None:
+            if first is not None:
                 for slot in range(first, first + self._widths[chunk]):
                     self._fences[slot].append(fence)
 

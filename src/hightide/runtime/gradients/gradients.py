@@ -149,12 +149,14 @@ class Gradients(GradientValues):
 
     def bind(self, chunk: int, block: int) -> None:
         """Points `param.grad` at the gradient chunk on the GPU, where autograd adds to it."""
-        flat = self._chunks.grad_on_gpu(chunk)
         if chunk not in self._opened:
-            self._freshen(chunk, flat)
+            self._freshen(chunk, self._chunks.grad_on_gpu(chunk))
         views = self._chunks.grad_views(chunk)
         bound = self._bound[chunk] = []
-        for key, param in self._used_by(chunk, block):
+        used = self._used.get((chunk, block))
+        if used is None:
+            used = self._used[chunk, block] = self._used_by(chunk, block)
+        for key, param in used:
             view = param.grad = views[key]
             bound.append((key, param, view, view._version))
 
@@ -203,22 +205,20 @@ class Gradients(GradientValues):
 
     def _summed(self, chunk: int, received: dict[str, Tensor], is_final: bool) -> None:
         """See [Note: rounded gradients] in chunks/staging.py."""
-        chunks = self._chunks
-        if is_final and chunks.rounding_dtype(chunk) == torch.float16:
+        chunks, place = self._chunks, self._chunks.placed[chunk]
+        if is_final and place.rounds_to is not None and chunks.rounding_dtype(chunk) == torch.float16:
             chunks.round_gradient(chunk)
         if received and self.takes_norms:
             norms = torch._foreach_norm(list(received.values()))
             self._norms.update(zip(received, norms, strict=True))
-        if is_final and chunks.placed[chunk].rounds_in_place:
+        if is_final and place.rounds_in_place:
             chunks.round_gradient(chunk)
 
     def _used_by(self, chunk: int, block: int) -> list[tuple[str, Parameter]]:
         """Parameters of a chunk that have gradients and that this block uses."""
-        if (chunk, block) not in self._used:
-            users = {entry.param for entry in self._chunks.placements(chunk, block)}
-            keys = [entry.param for entry in self._entries[chunk] if entry.param in users]
-            self._used[chunk, block] = [(key, self._chunks.parameters[key]) for key in keys]
-        return self._used[chunk, block]
+        users = {entry.param for entry in self._chunks.placements(chunk, block)}
+        keys = [entry.param for entry in self._entries[chunk] if entry.param in users]
+        return [(key, self._chunks.parameters[key]) for key in keys]
 
     def _freshen(self, chunk: int, flat: Tensor) -> None:
         """Before adding to a gradient from an earlier backward: apply its scaling, and clear what has none."""
@@ -234,13 +234,14 @@ class Gradients(GradientValues):
 
     def drop(self, keys: Iterable[str]) -> None:
         """As `zero_grad(set_to_none=True)`: the bytes stay for updates that still read them."""
-        parameters, valid, factors, norms = self._chunks.parameters, self._valid, self._factor, self._norms
+        keys, parameters = list(keys), self._chunks.parameters
         with Disabled():
             for key in keys:
                 parameters[key].grad = None
-                valid.discard(key)
-                factors.pop(key, None)
-                norms.pop(key, None)
+        self._valid.difference_update(keys)
+        for known in (self._factor, self._norms):
+            for key in keys if known else ():
+                known.pop(key, None)
 
     def drop_chunk(self, chunk: int) -> None:
         self.drop(entry.param for entry in self._entries[chunk])
@@ -262,6 +263,14 @@ class Gradients(GradientValues):
         self._trained = [name for name in chunks.places if name in self._placeholders or name in self._loose]
         self._loose_in = [[entry.param for entry in spec.params if entry.param in self._loose] for spec in chunks.specs]
         self._used: dict[tuple[int, int], list[tuple[str, Parameter]]] = {}
+        self._trained_in = [  # without a placeholder: loose
+            [
+                (entry, chunks.parameters[entry.param], self._placeholders.get(entry.param))
+                for entry in spec.params
+                if entry.param in self._placeholders or entry.param in self._loose
+            ]
+            for spec in chunks.specs
+        ]
         self._unrounded = {
             spec.index
             for spec in chunks.specs
@@ -296,19 +305,20 @@ class Gradients(GradientValues):
 
     def ready(self, chunk: int) -> list[tuple[ParamRange, Factor]]:
         """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
-        self._collect_loose(chunk)
-        placed, factors, placeholders = self._chunks.specs[chunk].params, self._factor, self._placeholders
+        if self._loose_in[chunk]:
+            self._collect_loose(chunk)
+        trained, factors = self._trained_in[chunk], self._factor
         with Disabled():
-            found = [self._chunks.parameters[entry.param].grad for entry in placed]
+            found = [param.grad for _, param, _ in trained]
         ready: list[tuple[ParamRange, Factor]] = []
-        for entry, gradient in zip(placed, found, strict=True):
+        for (entry, _, placeholder), gradient in zip(trained, found, strict=True):
             key = entry.param
-            if gradient is not None and gradient is placeholders.get(key):
-                has_gradient = key in self._valid
-            elif key in self._loose:
+            if placeholder is None:  # loose
                 has_gradient = gradient is not None
+            elif gradient is placeholder:
+                has_gradient = key in self._valid
             else:
-                has_gradient = key in placeholders and self._look_at(key, gradient)
+                has_gradient = self._look_at(key, gradient)
             if has_gradient:
                 ready.append((entry, self._factor_at(chunk, key) if key in factors else 1.0))
         if chunk in self._unrounded:

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -88,12 +88,8 @@ class EventFence:
             self._event.synchronize()
 
 
-class Begun(NamedTuple):
-    """The begin of a COMPUTE action."""
-
-    at_s: float  # a perf_counter
-    event: torch.cuda.Event | None
-    gpu_bytes: int | None
+# The begin of a COMPUTE action: a perf_counter, and, while recording, an event of the GPU and what that holds.
+Begun = tuple[float, torch.cuda.Event | None, int | None]
 
 
 class Streams:
@@ -206,19 +202,25 @@ class Lanes:
         self.record_inline(id, began)
         return result
 
-    def begin_inline(self, gpu_bytes: int | None = None) -> Begun:
-        """The begin of a COMPUTE action that cannot be run as one call, and what the GPU holds then."""
-        marks = self.streams.recording or self.streams.timing
-        return Begun(time.perf_counter(), self.streams.mark(Lane.COMPUTE) if marks else None, gpu_bytes)
+    def begin_inline(self, gpu_bytes: Callable[[], int] | None = None) -> Begun:
+        """The begin of a COMPUTE action that cannot be run as one call. `gpu_bytes`: what the GPU holds then."""
+        streams = self.streams
+        if not (streams.recording or streams.timing):
+            return time.perf_counter(), None, None
+        held_bytes = gpu_bytes() if gpu_bytes is not None and streams.recording else None
+        return time.perf_counter(), streams.mark(Lane.COMPUTE), held_bytes
 
-    def record_inline(self, id: str, began: Begun, gpu_bytes: int | None = None) -> None:
+    def record_inline(self, id: str, began: Begun, gpu_bytes: Callable[[], int] | None = None) -> None:
         """Records a COMPUTE action that ends now."""
-        ended = None if began.event is None else self.streams.mark(Lane.COMPUTE)
-        events = None if began.event is None or ended is None else (began.event, ended)
-        held = (began.gpu_bytes, gpu_bytes) if began.gpu_bytes is not None and gpu_bytes is not None else None
-        span = (began.at_s, time.perf_counter())
-        pass_index = self._state.pass_index
-        self._state.record(LaneRecord(pass_index, Lane.COMPUTE, id, *span, events=events, gpu_bytes=held))
+        began_s, event, held_bytes = began
+        ended = None if event is None else self.streams.mark(Lane.COMPUTE)
+        events = None if event is None or ended is None else (event, ended)
+        held = None
+        if held_bytes is not None and gpu_bytes is not None and self.streams.recording:
+            held = (held_bytes, gpu_bytes())
+        state = self._state
+        span = (began_s, time.perf_counter())
+        state.record(LaneRecord(state.pass_index, Lane.COMPUTE, id, *span, events=events, gpu_bytes=held))
 
     def record_beside(self, lane: Lane, id: str, began_s: float, num_bytes: int) -> None:
         """Records what a thread has done that is no lane's, and ends now. `began_s`: a perf_counter."""
@@ -287,11 +289,18 @@ class Lanes:
     def failure(self) -> BaseException | None:
         return self._state.failure
 
+    @property
+    def state(self) -> SharedState:
+        """For those who look at it many times per block."""
+        return self._state
+
     def check(self) -> None:
-        self._state.birthplace.check()
-        if self._state.failure is not None:
-            raise self._state.failure
-        if self._state.closing:
+        state = self._state
+        if not state.birthplace.is_here:
+            state.birthplace.check()
+        if state.failure is not None:
+            raise state.failure
+        if state.closing:
             raise Refused("these lanes are closed; wrap the model again to go on")
 
     def begin_pass(self) -> int:

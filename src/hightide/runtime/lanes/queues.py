@@ -186,6 +186,8 @@ class Queue:
         raise NotImplementedError
 
     def _became_ready(self, task: Task) -> None:
+        """Wakes the lane only if there is something to do: each wake takes Python's lock from the thread that issues
+        work."""
         raise NotImplementedError
 
     def _has_ready(self) -> bool:
@@ -201,25 +203,23 @@ class Queue:
         raise NotImplementedError
 
     def add(self, task: Task, after: Sequence[Ticket]) -> None:
-        waits_for = [ticket for ticket in after if self._is_pending(ticket)]
+        waits_for = self._pending(after)
         with self.state.lock:
             task.after, task.num_pending = after, len(waits_for)
             self._push(task)
             if not waits_for:
-                self._is_ready(task)
+                self._became_ready(task)
         for ticket in waits_for:  # outside the lock: a callback may be called at once
             ticket.add_done_callback(lambda done: self._when_through(task, done))
 
-    def _is_ready(self, task: Task) -> None:
-        """Wakes the lane only if there is something to do: each wake takes Python's lock from the thread that issues
-        work."""
-        self._became_ready(task)
-        if self._has_ready():
-            self._bell.ring()
-
-    def _is_pending(self, ticket: Ticket) -> bool:
-        """It is asked before its fence, which is there before it is done."""
-        return not ticket.done or ticket.error is not None or (self.watcher is not None and ticket.fence is not None)
+    def _pending(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """Each is asked before its fence, which is there before it is done."""
+        awaits_fences = self.watcher is not None
+        return [
+            ticket
+            for ticket in tickets
+            if not ticket.done or ticket.error is not None or (awaits_fences and ticket.fence is not None)
+        ]
 
     def _when_through(self, task: Task, ticket: Ticket) -> None:
         """See [Note: enqueued and through]."""
@@ -270,10 +270,10 @@ class Queue:
         with self.state.lock:
             task.num_pending -= 1
             if task.num_pending == 0:
-                self._is_ready(task)
+                self._became_ready(task)
 
     def _timeout(self, task: Task) -> TimeoutError:
-        missing = ", ".join(repr(ticket.label) for ticket in task.after if self._is_pending(ticket))
+        missing = ", ".join(repr(ticket.label) for ticket in self._pending(task.after))
         return TimeoutError(f"{task.id!r} on the lane {task.lane} waited {self.timeout_s:g} s for {missing}")
 
 
@@ -286,7 +286,8 @@ class InOrder(Queue):
         self._tasks.append(task)
 
     def _became_ready(self, task: Task) -> None:
-        pass  # only the head counts, and the head is looked at on every wake
+        if self._has_ready():  # only the head counts
+            self._bell.ring()
 
     def _has_ready(self) -> bool:
         return bool(self._tasks) and self._tasks[0].num_pending == 0
@@ -368,6 +369,7 @@ class DueFirst(Queue):
             heapq.heappush(self._heap, (task.due, task.order))
             self._ready_ids[task.order] = task.id
             self._ready_dues[task.order] = task.due
+            self._bell.ring()
 
     def _has_ready(self) -> bool:
         return bool(self._heap)

@@ -182,18 +182,19 @@ class Executor:
             self.num_deviations += 1
             self._demands.warn(block)
         else:
-            self._skip_to(current, index)
+            if current.cursor < index:
+                self._skip_to(current, index)
             self._issuer.run_before(current, index, accumulate)
             call = current.program.ticks[index].call
         self._in_use.take(current, block, accumulate)
-        return Tick(op, block, index, call, self._lanes.begin_inline(self._gpu_bytes()), accumulate)
+        return Tick(op, block, index, call, self._lanes.begin_inline(self._gpu_bytes), accumulate)
 
     def leave(self, tick: Tick) -> None:
         current = self._pass
         assert current is not None
         self._in_use.release(current, tick.block, tick.index, tick.accumulate)
         if tick.index is not None:
-            self._lanes.record_inline(current.program.ticks[tick.index].id, tick.began, self._gpu_bytes())
+            self._lanes.record_inline(current.program.ticks[tick.index].id, tick.began, self._gpu_bytes)
             if self._ranked is not None:
                 self._ranked.agree_in_backward(current, tick.index)
             self._issuer.complete(current, tick.index)
@@ -232,9 +233,9 @@ class Executor:
                 self._ranked.pass_over(current, current.cursor)
             self._issuer.complete(current, current.cursor)
 
-    def _gpu_bytes(self) -> int | None:
+    def _gpu_bytes(self) -> int:
         """Asked for only while a recording is on."""
-        return self._chunks.gpu.device_used_bytes if self._lanes.streams.recording else None
+        return self._chunks.gpu.device_used_bytes
 
     def _send_away(self, chunks: Iterable[int]) -> None:
         """Their gradients, if anything was added to them."""
@@ -320,8 +321,8 @@ class Executor:
         if current is not None and step is not None and current.cursor <= step and current.backward_begun:
             self._skip_to(current, step)
             self._issuer.run_before(current, step, accumulate=True)
-            began = self._lanes.begin_inline(self._gpu_bytes())
-            self._lanes.record_inline(current.program.ticks[step].id, began, self._gpu_bytes())
+            began = self._lanes.begin_inline(self._gpu_bytes)
+            self._lanes.record_inline(current.program.ticks[step].id, began, self._gpu_bytes)
             self._issuer.complete(current, step)
         for chunk in self._leftovers():
             self._demands.update(chunk)

@@ -48,20 +48,21 @@ class InFlight(Tickets):
 
     def __init__(self, lanes: Lanes) -> None:
         super().__init__()
-        self.lanes = lanes
+        self.lanes, self._state = lanes, lanes.state
         self.stall_s: dict[Lane, float] = defaultdict(float)  # how long compute waited for each lane
         self.num_waits = 0  # compute has begun so many
         self.is_waiting = False  # now
 
     def wait(self, ticket: Ticket, lane: Lane) -> None:
         """A failure of any lane is raised here, however long ago this ticket was done."""
-        if not ticket.done or ticket.fence is not None or ticket.error is not None or self.lanes.failure is not None:
-            self.num_waits += 1
-            self.is_waiting = True
-            try:
-                self.stall_s[lane] += self.lanes.wait(ticket, lane)
-            finally:
-                self.is_waiting = False
+        if ticket.done and ticket.fence is None and ticket.error is None and self._state.failure is None:
+            return
+        self.num_waits += 1
+        self.is_waiting = True
+        try:
+            self.stall_s[lane] += self.lanes.wait(ticket, lane)
+        finally:
+            self.is_waiting = False
 
     def wait_for_gradients(self, chunks: list[int]) -> None:
         """A planned fetch takes its slot on its lane; off the plan the block may come before it."""

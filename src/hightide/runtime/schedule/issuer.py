@@ -20,7 +20,7 @@ _DONE = Ticket.completed("done in the user's thread")  # one for all: it is done
 class Issuer:
     def __init__(self, programs: Iterable[Program], flight: InFlight, performer: Performer) -> None:
         self._flight, self._lanes = flight, flight.lanes
-        self._performer, self._chunks = performer, performer.chunks
+        self._performer, self._chunks, self._prepare = performer, performer.chunks, performer.prepare
         self._outlasting = {name for p in programs for a in p.schedule.actions for name in a.after_prev}
         self._staying = {chunk for chunk, place in enumerate(self._chunks.placed) if place.stays}
         self._rings = None if self._chunks.disk is None else self._chunks.disk.rings
@@ -73,14 +73,19 @@ class Issuer:
             return False
         if action.op is Op.REDUCE and action.chunk in self._loose and not current.is_agreed:
             return False
-        is_sum = action.op in (Op.FETCH, Op.READ) and action.kind is ChunkKind.GRAD
-        waits = is_sum and not current.is_going_back
-        return not waits and current.has_issued(action.after)
+        if action.kind is ChunkKind.GRAD and action.op in (Op.FETCH, Op.READ) and not current.is_going_back:
+            return False
+        for name in action.after:  # noqa: SIM110 (asked for every action of every step)
+            if name not in current.tickets:
+                return False
+        return True
 
     def _submit(self, current: Pass, action: Action) -> None:
         flight, tickets, lane = self._flight, current.tickets, action.lane
-        after = [tickets[name] for name in action.after]
-        after += [flight.latest[name] for name in action.after_prev if name in flight.latest]
+        after = [*map(tickets.__getitem__, action.after)]
+        for name in action.after_prev:
+            if name in flight.latest:
+                after.append(flight.latest[name])
         is_of_rows = action.op is Op.WRITE_BACK and action.chunk in self._chunks.tables
         if action.op is Op.UPDATE or is_of_rows:
             # It may have left off the plan, and a copy may still be reading what it writes.
@@ -130,7 +135,7 @@ class Issuer:
                 return nothing
             if action.op is Op.UPDATE and self._chunks.grad_copies[action.chunk].state is Residency.DIRTY:
                 return nothing
-        return self._performer.prepare(action)
+        return self._prepare[action.op](action)
 
     def _remember(self, current: Pass, action: Action, ticket: Ticket) -> None:
         flight, op, chunk = self._flight, action.op, action.chunk

@@ -45,7 +45,7 @@ class Performer:
         self.stashes = stashes
         self.moved_bytes: Counter[Lane] = Counter()
         self.num_evictions = 0
-        self._prepare: dict[Op, Callable[[Action], LaneWork]] = {
+        self.prepare: dict[Op, Callable[[Action], LaneWork]] = {
             Op.FETCH: self._fetch,
             Op.EVICT: self._evict,
             Op.CLEAR: self._clear,
@@ -69,9 +69,6 @@ class Performer:
         """With the counters of the plan before, and its updates."""
         self.updating.updates = before.updating.updates
         self.moved_bytes, self.num_evictions = before.moved_bytes, before.num_evictions
-
-    def prepare(self, action: Action) -> LaneWork:
-        return self._prepare[action.op](action)
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -103,14 +100,15 @@ class Performer:
 
     def _reserve(self, chunk: int, slot: int) -> bool:
         """Slots for what arrives, unless it is there already or they are in use."""
-        copy, table = self.chunks.param_copies[chunk], self.chunks.param_slots
+        copies, table = self.chunks.param_copies, self.chunks.param_slots
+        copy = copies[chunk]
         if copy.state is not Residency.ABSENT or not table.fits(slot, chunk):
             return False
-        others = table.occupants(slot, chunk)
-        if any(self.chunks.param_copies[other].state is not Residency.CLEAN for other in others):
-            return False
-        for other in others:
-            self.evict(other)
+        if others := table.occupants(slot, chunk):
+            if any(copies[other].state is not Residency.CLEAN for other in others):
+                return False
+            for other in others:
+                self.evict(other)
         table.take(slot, chunk)
         copy.move(Residency.ARRIVING)
         if self.chunks.placed[chunk].is_gathered:

@@ -101,11 +101,8 @@ class Pass:
         for action in program.by_lane[Lane.DISK_READ]:
             if self.buffers.get(action.id, action.target) != action.target:
                 del self.tickets[action.id]
-        self.pending = [
-            deque(action for action in actions if action.id not in self.tickets)
-            for actions in program.by_lane.values()
-            if actions
-        ]
-
-    def has_issued(self, names: tuple[ActionKey, ...]) -> bool:
-        return all([name in self.tickets for name in names])
+        tickets, lanes = self.tickets, [actions for actions in program.by_lane.values() if actions]
+        if not tickets:
+            self.pending = [deque(actions) for actions in lanes]
+        else:
+            self.pending = [deque([one for one in actions if one.id not in tickets]) for actions in lanes]
