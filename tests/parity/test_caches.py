@@ -22,6 +22,7 @@ import models
 from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
+from hightide.runtime.guards.contents import Contents
 from hightide.runtime.surgery import run_of
 
 NUM_SAMPLES = 7
@@ -470,3 +471,25 @@ def test_the_question_is_put_again_after_unwrapping_and_by_other_models() -> Non
     model = hightide.unwrap(model)
     assert model(**batch, use_cache=False).loss.item() == plain(**batch, use_cache=False).loss.item()
     assert model(**batch).loss.item() == pytest.approx(ours.item(), abs=1e-6)
+
+
+def test_a_cache_that_is_on_between_passes_is_no_change_of_what_blocks_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that run again in backward find configs as the user has them: to put back what each keeps would take
+    longer than all else that is done for it."""
+    put_back: list[Contents] = []
+    original = Contents.put_back
+    monkeypatch.setattr(Contents, "put_back", lambda self: put_back.append(self) or original(self))
+    model = models.llama()[0]
+    optimizer, batch = make_optimizer(model, 1), models.token_batch()
+    plan = hightide.plan(model, optimizer, batch, limits=ROOMY)
+    model, optimizer = hightide.wrap(model, optimizer, batch, plan=streamed(plan, Activation.RECOMPUTE))
+    assert model.config.use_cache
+    loss = models.loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    assert not put_back
+    loss = models.loss_of(model, batch)
+    model.config.hidden_act = "another"  # which no layer reads any more
+    loss.backward()
+    assert put_back and model.config.use_cache and model.config.hidden_act == "another"
+    hightide.unwrap(model)

@@ -34,14 +34,15 @@ class Graphs:
     def __init__(self) -> None:
         self.forward: list[int] = []
         self.backward: list[int] = []
+        self.operations: set[str] = set()
         self.backend = aot_autograd(
             fw_compiler=partial(self._note, self.forward),
             bw_compiler=partial(self._note, self.backward),
             partition_fn=min_cut_rematerialization_partition,
         )
 
-    @staticmethod
-    def _note(counts: list[int], graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def _note(self, counts: list[int], graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.operations |= {str(node.target) for node in graph.graph.nodes}
         counts.append(sum(node.target in MATMULS for node in graph.graph.nodes))
         return make_boxed_func(graph.forward)
 
@@ -102,6 +103,36 @@ def test_dropout_is_recomputed_as_it_was(graphs: Graphs) -> None:
         return trained.losses
 
     assert run(1.02) == pytest.approx(run(50.0), rel=1e-5)
+
+
+class Attends(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.before, self.after, self.dropout = nn.Linear(8, 8), nn.Linear(8, 8), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.after(nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout).tanh())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_without_dropout_is_repeated_without_regard_to_random_numbers(graphs: Graphs, dropout: float) -> None:
+    """See [Note: attention draws nothing] in blocks/undrawn.py. What draws is repeated with the numbers of its
+    forward."""
+    forwards = compiled.CompiledForwards(enabled=True)
+    block = Attends(dropout)
+    for _ in range(2):
+        forwards.add(block, Attends.forward)
+    x = torch.randn(2, 2, 4, 8, requires_grad=True)
+    forward = forwards.forward_of(Attends.forward, Activation.RECOMPUTE, (x.shape,))
+    assert forward is not None
+    loss = forward(block, x).square().sum()
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert any("scaled_dot_product" in name for name in graphs.operations) or dropout
+    assert any("rng_state" in name for name in graphs.operations) == (dropout > 0)
+    if not dropout:
+        (plain,) = torch.autograd.grad(block(x).square().sum(), x)
+        torch.testing.assert_close(gradient, plain)
 
 
 class Breaks(nn.Module):

@@ -114,7 +114,7 @@ class ChunkSpec:
         numels = {name: getattr(self, name) // num_shards for name in ("numel", "trainable_numel", "optimised_numel")}
         return replace(self, params=tuple(params), **numels)
 
-    @property
+    @cached_property
     def param_bytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,14 +34,83 @@ class Tree:
     spec: pytree.TreeSpec
     records: Mapping[int, tuple[Any, Tree]]  # dataclass objects, by their position among the leaves of `spec`
     num_leaves: int
+    outline: Any = dataclasses.field(default=None, compare=False, repr=False)  # see `_outline`; None: it is made anew
+    signatures: dict[Any, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)  # if it is kept
 
     def __str__(self) -> str:
         inner = "".join(f"@{at}:{type(value).__qualname__}{tree}" for at, (value, tree) in self.records.items())
         return _spec_text(self.spec) + inner
 
 
+class _Unknown(Exception):
+    """A value that only torch's pytree knows how to take apart, or a dataclass."""
+
+
+_LEAVES: set[type] = {torch.Tensor, nn.Parameter, type(None), bool, int, float, str}  # and kinds of the last three
+_NAMES = frozenset({str})
+_MOST_KEPT = 1024  # then they are forgotten: structures, and signatures of one structure, are few
+_trees: dict[Any, Tree | None] = {}  # by outline. None: torch orders their leaves in another way
+
+
+def _outline(value: Any, leaves: list[Any]) -> Any:
+    """The structure of what most blocks are called with and return, as a key; its leaves are appended. Torch's pytree
+    takes several times as long, and this runs at every call of a block."""
+    kind, keys, values = type(value), cast(Any, None), value
+    if kind is tuple or kind is list:
+        keys = len(value)
+    elif kind is dict and _NAMES.issuperset(map(type, value)):
+        keys, values = tuple(value), value.values()
+    elif kind in _LEAVES or isinstance(value, int | float | str):
+        _LEAVES.add(kind)
+        leaves.append(value)
+        return None
+    else:
+        raise _Unknown
+    if _LEAVES.issuperset(map(type, values)):
+        leaves += values
+        return kind, keys
+    inner: list[Any] = []
+    for one in values:
+        if type(one) in _LEAVES:
+            leaves.append(one)
+            inner.append(None)
+        else:
+            inner.append(_outline(one, leaves))
+    return kind, keys, tuple(inner)
+
+
+def _filled(outline: Any, leaves: Iterator[Any]) -> Any:
+    """The other way round."""
+    if outline is None:
+        return next(leaves)
+    kind, keys, *inner = outline
+    if not inner:
+        values = list(islice(leaves, keys if kind is not dict else len(keys)))
+    else:
+        values = [next(leaves) if one is None else _filled(one, leaves) for one in inner[0]]
+    if kind is dict:
+        return dict(zip(keys, values, strict=True))
+    return values if kind is list else tuple(values)
+
+
 def flatten(value: Any) -> tuple[list[Any], Tree]:
     """Leaves of nested lists, tuples, mappings, model outputs and dataclasses that hold tensors. All else is a leaf."""
+    leaves: list[Any] = []
+    try:
+        outline = _outline(value, leaves)
+    except _Unknown:
+        return _flatten(value)
+    if outline not in _trees:
+        if len(_trees) >= _MOST_KEPT:
+            _trees.clear()
+        found, tree = _flatten(value)
+        is_same = len(found) == len(leaves) and all(a is b for a, b in zip(found, leaves, strict=True))
+        _trees[outline] = dataclasses.replace(tree, outline=outline) if is_same else None
+    known = _trees.get(outline)
+    return _flatten(value) if known is None else (leaves, known)
+
+
+def _flatten(value: Any) -> tuple[list[Any], Tree]:
     outer, spec = pytree.tree_flatten(value)
     leaves: list[Any] = []
     records: dict[int, tuple[Any, Tree]] = {}
@@ -57,6 +127,8 @@ def flatten(value: Any) -> tuple[list[Any], Tree]:
 
 def unflatten(leaves: Sequence[Any], tree: Tree) -> Any:
     assert len(leaves) == tree.num_leaves, f"{len(leaves)} leaves for a tree of {tree.num_leaves}"
+    if tree.outline is not None:
+        return _filled(tree.outline, iter(leaves))
     if not tree.records:
         return pytree.tree_unflatten(list(leaves), tree.spec)
     rest = iter(leaves)
@@ -96,6 +168,23 @@ def way_of(leaves: Sequence[Any], tree: Tree) -> str:
 def signature_of(leaves: Sequence[Any], tree: Tree, mode: str) -> str:
     """One way of calling a block, in one mode of it (see `mode_of`). Of sizes it tells which are 1: such a dimension
     may stand for any number of samples in one call, and be the batch in the next."""
+    if tree.outline is None:
+        return _signature(leaves, tree, mode)
+    facts: list[Any] = [mode]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            facts += (leaf.dtype, leaf.shape)
+        else:
+            facts += (type(leaf), leaf if isinstance(leaf, bool | str) else None)
+    key = tuple(facts)
+    if key not in tree.signatures:
+        if len(tree.signatures) >= _MOST_KEPT:
+            tree.signatures.clear()
+        tree.signatures[key] = _signature(leaves, tree, mode)
+    return tree.signatures[key]
+
+
+def _signature(leaves: Sequence[Any], tree: Tree, mode: str) -> str:
     ones = " ".join("".join("1" if size == 1 else "n" for size in leaf.shape) for leaf in tensors(leaves))
     return f"{way_of(leaves, tree)} {ones} {mode}"
 

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of modules
+GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 
 
 def is_part_of_computation(hook: Callable[..., Any]) -> bool:
@@ -61,18 +62,21 @@ def users_hooks_aside(module: nn.Module) -> Iterator[None]:
 
 def num_hooks(modules: Sequence[nn.Module]) -> int:
     """On any of them, those on all modules of the process included."""
-    shared = sum(len(slot) for slot in _global_hooks())
-    return shared + sum(  # asked at every call of a block
-        len(module._forward_hooks)
-        + len(module._forward_pre_hooks)
-        + len(module._backward_hooks)
-        + len(module._backward_pre_hooks)
-        for module in modules
-    )
+    number = 0  # asked at every call of a block, and nearly always none
+    shared = torch_module.__dict__
+    for name in GLOBAL_HOOKS:
+        if shared[name]:
+            number += len(shared[name])
+    for module in modules:
+        kept = module.__dict__
+        for name in HOOKS:
+            if kept[name]:
+                number += len(kept[name])
+    return number
 
 
 def _global_hooks() -> list[Any]:
-    return [getattr(torch_module, f"_global{slot}") for slot in HOOKS]
+    return [getattr(torch_module, name) for name in GLOBAL_HOOKS]
 
 
 class HookWatch:

@@ -40,6 +40,7 @@ class _Off(int):
 
 _Off.__name__ = str(False)  # a signature has the names of types, and the texts of flags
 OFF = _Off(0)
+_kept = object.__getattribute__  # configs answer for their attributes in Python, and blocks ask at every call
 
 
 class Caches:
@@ -66,17 +67,21 @@ class Caches:
     @contextmanager
     def off(self) -> Iterator[None]:
         """In all configs. They are as before afterwards."""
-        before = [(config, vars(config).get(NAME, _MISSING)) for config in self._configs if _is_on(config)]
-        for config, _ in before:
-            vars(config)[NAME] = OFF  # not by setattr: configs check types, or are frozen
+        before: list[tuple[dict[str, Any], Any]] = []
         try:
+            for config in self._configs:
+                kept = _kept(config, "__dict__")
+                value = kept.get(NAME, _MISSING)
+                if type(value) is not _Off and (value is True or _is_on(config)):
+                    before.append((kept, value))
+                    kept[NAME] = OFF  # not by setattr: configs check types, or are frozen
             yield
         finally:
-            for config, value in before:
-                if _is_off(vars(config).get(NAME)):  # else the model's code has changed it for good
-                    vars(config)[NAME] = value
+            for kept, value in before:
+                if _is_off(kept.get(NAME)):  # else the model's code has changed it for good
+                    kept[NAME] = value
                     if value is _MISSING:
-                        del vars(config)[NAME]
+                        del kept[NAME]
 
     @contextmanager
     def as_the_user_has_them(self) -> Iterator[None]:
@@ -193,9 +198,9 @@ def _is_on(config: object) -> bool:
 
 def _is_off(value: object) -> bool:
     """By us."""
-    return isinstance(value, _Off)
+    return type(value) is _Off
 
 
 def _with_plain_false(values: Iterable[Any]) -> tuple[Any, ...]:
     """For a layer, to which it makes no difference, and for torch.compile, which does not know OFF."""
-    return tuple(False if _is_off(value) else value for value in values)
+    return tuple([False if type(value) is _Off else value for value in values])

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from hightide.ir.tier import Tier
 from hightide.process.interrupts import deferred, safe_point
 from hightide.profiler.model.call_tree import mode_of, narrow
 from hightide.profiler.needs.token_tiles import BLOCK, by_tiles, tiling
-from hightide.profiler.probe.taps import hand_out, tapping
+from hightide.profiler.probe.taps import Tapped, hand_out, tapping
 from hightide.profiler.trial.state import ModuleState
 from hightide.runtime.blocks.call_frame import CallFrame
 from hightide.runtime.blocks.compiled import NotCompiled
@@ -43,6 +43,7 @@ from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient
 from hightide.runtime.blocks.recomputation import Recomputed
 from hightide.runtime.guards.contents import Contents
 from hightide.runtime.guards.first_look import BlockState
+from hightide.runtime.guards.inner_hooks import InnerHooks
 from hightide.runtime.guards.transforms import once
 from hightide.runtime.waiting.activations import FREED
 from hightide.runtime.waiting.held import Held, Holding, outlive_slots
@@ -52,12 +53,28 @@ from hightide.runtime.waiting.selective import HeldResults
 if TYPE_CHECKING:
     from hightide.runtime.blocks.block_runner import BlockRunner
 
+NOT_TAPPED = Tapped()  # nothing was: of all blocks without taps
 TAKEN_OUT = (
     "a gradient came into the middle of the block {name!r}: a tensor that was made inside of it is part of the loss, "
     "kept by a forward hook that was registered after hightide.wrap, or by what a hook has computed. It belongs to one "
     "micro-batch, and its gradient would be lost. Register the hook before hightide.wrap and let it keep the module's "
     "output itself, return the tensor from the block's forward, or keep it.detach()"
 )
+
+
+class _Running:
+    """Inside, a call's forward or its backward runs."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: BlockCall) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._call._is_running = True
+
+    def __exit__(self, *error: object) -> None:
+        self._call._is_running = False
 
 
 class BlockCall:
@@ -107,7 +124,7 @@ class BlockCall:
 
     def forward(self, tensors: Sequence[Tensor], needs_backward: bool) -> list[Tensor]:
         run = self.runner.run
-        with run.passes.tick(Op.FORWARD, self.runner.index) as tick, self._running():
+        with run.passes.tick(Op.FORWARD, self.runner.index) as tick, _Running(self):
             self.call = tick.call
             if needs_backward:
                 if self.runner.plan.inputs is not Tier.GPU and tick.call is not None:
@@ -221,7 +238,7 @@ class BlockCall:
                     self._is_compiled = False
                 gc.collect()  # the failed attempt's frames hold tensors
             if self._keep:
-                with outlive_slots(run.chunks, self._hold, self.away_now(), lambda: again().away_now):
+                with outlive_slots(run.chunks, self._hold, self.away_now(), again):
                     return self.run(inputs)
             stops_early = self.runner.index not in run.probed.replays_whole
             made: list[Tensor] = Recomputed(lambda: again().run_or_replay(), *self._contexts(), stops_early).forward()
@@ -244,14 +261,6 @@ class BlockCall:
 
         return call
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        self._is_running = True
-        try:
-            yield
-        finally:
-            self._is_running = False
-
     def _compiled_forward(self, inputs: list[Tensor], num_samples: int) -> Callable[..., Any] | None:
         """None: eager. A smaller last micro-batch is not worth a compilation of its own."""
         if num_samples != self.bounds[0][1] or self.runner.run.looks.keeps(self.runner.index):
@@ -263,7 +272,7 @@ class BlockCall:
 
     def _compiled(self, inputs: list[Tensor], forward: Callable[..., Any]) -> list[Tensor]:
         run, again = self.runner.run, self._from_its_graph()
-        hooks = outlive_slots(run.chunks, self._hold, self.away_now(), lambda: again().away_now)
+        hooks = outlive_slots(run.chunks, self._hold, self.away_now(), again)
         with run.gpu.unmetered(), hooks:
             outputs = self.run(inputs, forward)
         run.adopt(outputs, "activations")
@@ -284,15 +293,19 @@ class BlockCall:
     def run(self, inputs: Sequence[Tensor], forward: Callable[..., Any] | None = None) -> list[Tensor]:
         """Runs the block on one micro-batch; returns the tensors of its result."""
         args, kwargs = self.frame.arguments(inputs)
-        tiled = self.runner.tiled_parts(self.call)
-        with (
-            self._hooks_counted(forward is not None),
-            nullcontext() if BLOCK in tiled else tiling(self.module, tiled),
-            tapping(self.module, self.runner.taps) as tapped,
-        ):
-            whole = forward or self.runner.original
-            forward = by_tiles(self.module, whole) if BLOCK in tiled else partial(whole, self.module)
-            result = self.runner.run.caches.call(self.module, forward, *args, **kwargs)
+        runner, hooks = self.runner, self._hooks_to_count(forward is not None)
+        tiled, taps, tapped = runner.tiled_parts(self.call), runner.taps, NOT_TAPPED
+        whole = forward or runner.original
+        forward = by_tiles(self.module, whole) if BLOCK in tiled else partial(whole, self.module)
+        if hooks is None and not tiled and not taps:  # of nearly all blocks
+            result = runner.run.caches.call(self.module, forward, *args, **kwargs)
+        else:
+            with (
+                nullcontext() if hooks is None else hooks.counted(),
+                nullcontext() if BLOCK in tiled else tiling(self.module, tiled),
+                tapping(self.module, taps) as tapped,
+            ):
+                result = runner.run.caches.call(self.module, forward, *args, **kwargs)
         if (
             self._is_looked_at
             and self.runner.index not in self.runner.run.probed.returned
@@ -305,11 +318,13 @@ class BlockCall:
         self._tapped = tapped.parts
         return self.frame.note_result(result) + tapped.tensors
 
-    def _hooks_counted(self, is_compiled: bool) -> AbstractContextManager[None]:
+    def _hooks_to_count(self, is_compiled: bool) -> InnerHooks | None:
         """The first run is that of plain PyTorch. Those of a compiled block cannot be counted."""
         is_first, self._has_run = not self._has_run, True
+        if is_first or is_compiled:
+            return None
         hooks = self.runner.run.inner_hooks.get(self.runner.index)
-        return nullcontext() if is_first or is_compiled or hooks is None else hooks.counted()
+        return hooks if hooks is not None and hooks.are_there else None
 
     def sliced(self, tensors: Sequence[Tensor], start: int, num_samples: int, with_grad: bool = False) -> list[Tensor]:
         if len(self.bounds) > 1:
@@ -345,7 +360,7 @@ class BlockCall:
         accumulate = self.runner.will_accumulate()
         run.passes.queue_end_of_backward()
         run.adopt([grad for grad in grads if grad is not None], "activations")
-        with run.passes.tick(Op.BACKWARD, self.runner.index, self.call, accumulate), self._running():
+        with run.passes.tick(Op.BACKWARD, self.runner.index, self.call, accumulate), _Running(self):
             tensors = self.away.back(run.stashes, here)
             summed = [
                 InputGradient(tensor, dim, len(self.bounds)) for tensor, dim in zip(tensors, self._inputs, strict=True)

@@ -17,9 +17,7 @@ class CallFrame:
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: str) -> None:
         leaves, self._tree = flatten_call(args, kwargs)
         self.signature = signature_of(leaves, self._tree, mode)
-        self._positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.tensors: list[Tensor] = [leaves[at] for at in self._positions]  # until somebody takes them
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves, self._positions, self.tensors = _parted(leaves)  # until somebody takes the tensors
 
     def take_tensors(self) -> list[Tensor]:
         tensors, self.tensors = self.tensors, []
@@ -41,15 +39,25 @@ class CallFrame:
     def note_result(self, result: Any) -> list[Tensor]:
         """Returns its tensors."""
         leaves, self._out_tree = flatten(result)
-        self._out_positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return [leaves[at] for at in self._out_positions]
+        self._out_leaves, self._out_positions, tensors = _parted(leaves)
+        return tensors
 
     def result(self, outputs: list[Tensor]) -> tuple[Any, list[Tensor]]:
         """As the caller expects it, and those that are no part of it."""
         count = len(self._out_positions)
         leaves = _filled(self._out_leaves, self._out_positions, outputs[:count])
         return unflatten(leaves, self._out_tree), outputs[count:]
+
+
+def _parted(leaves: list[Any]) -> tuple[list[Any], list[int], list[Tensor]]:
+    """The leaves without tensors, where these were, and these."""
+    positions, tensors = [], []
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            positions.append(at)
+            tensors.append(leaf)
+            leaves[at] = None
+    return leaves, positions, tensors
 
 
 def _filled(leaves: list[Any], positions: list[int], tensors: Sequence[Tensor]) -> list[Any]:

@@ -12,13 +12,16 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch.utils import checkpoint
 
 from hightide.ir.activation import Activation
+from hightide.runtime.blocks.undrawn import attention_draws_nothing
 
 Forward = Callable[..., Any]
 Shapes = tuple[torch.Size, ...]
@@ -35,12 +38,14 @@ class CompiledForwards:
         self.enabled = enabled
         self._num_blocks: Counter[Forward] = Counter()
         self._shapes: dict[Forward, set[Shapes]] = defaultdict(set)
+        self._ran: set[tuple[Forward, Activation, Shapes]] = set()  # so they are compiled
         self._warned: set[Forward] = set()
         self._forwards: dict[tuple[Forward, Activation], Forward | None] = {}
 
     def forget(self) -> None:
         """What was compiled: shapes of micro-batches are others from now on."""
         self._shapes.clear()
+        self._ran.clear()
         self._forwards.clear()
 
     def add(self, module: torch.nn.Module, original: Forward) -> None:
@@ -57,11 +62,12 @@ class CompiledForwards:
         key = (original, activation)
         if key not in self._forwards:
             function = partial(checkpointed, original) if activation is Activation.RECOMPUTE else original
-            compiled = torch.compile(_named(function), dynamic=False, fullgraph=True)
+            compiled = torch.compile(_named(function), dynamic=False, fullgraph=True, **_LIMIT)
             if activation is Activation.SELECTIVE:
                 compiled = partial(_within_budget, compiled)
-            self._forwards[key] = partial(self._call, key, compiled)
-        return self._forwards[key]
+            self._forwards[key] = compiled
+        found = self._forwards[key]
+        return None if found is None else partial(self._call, key, shapes, found)
 
     def _is_known(self, original: Forward, shapes: Shapes) -> bool:
         known = self._shapes[original]
@@ -77,9 +83,18 @@ class CompiledForwards:
             )
         return False
 
-    def _call(self, key: tuple[Forward, Activation], compiled: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, key: tuple[Forward, Activation], shapes: Shapes, compiled: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
         try:
-            with torch._dynamo.config.patch(recompile_limit=MAX_COMPILATIONS):
+            if (*key, shapes) not in self._ran:
+                with _limited(), attention_draws_nothing():
+                    result = compiled(*args, **kwargs)
+                self._ran.add((*key, shapes))
+                return result
+            if _LIMIT:
+                return compiled(*args, **kwargs)
+            with _limited():
                 return compiled(*args, **kwargs)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             self._forwards[key] = None
@@ -90,6 +105,19 @@ class CompiledForwards:
                 stacklevel=2,
             )
             raise NotCompiled(name) from error
+
+
+# Where torch.compile takes the limit itself, it need not be put in place for each call.
+_LIMIT: dict[str, Any] = (
+    {"recompile_limit": MAX_COMPILATIONS} if "recompile_limit" in signature(torch.compile).parameters else {}
+)
+
+
+def _limited() -> AbstractContextManager[object]:
+    """Inside, so many compilations of one forward are allowed."""
+    if _LIMIT:
+        return nullcontext()
+    return torch._dynamo.config.patch(recompile_limit=MAX_COMPILATIONS)
 
 
 def _name(forward: Forward) -> str:

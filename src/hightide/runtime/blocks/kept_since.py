@@ -38,15 +38,19 @@ class KeptSince:
         return [(tensor, version(tensor)) for tensor in tensors]
 
     def _buffers(self) -> list[Tensor]:
-        places = (module._buffers for module in self._runner.inside)
+        places = [module.__dict__["_buffers"] for module in self._runner.inside]
         return [one for place in places if place for one in place.values() if one is not None]
 
     def look(self, is_compiled: bool) -> None:
         """Before the backward. What compiled code reads is not seen, so no buffer may have changed."""
-        then = {(id(tensor), count) for tensor, count in self._tensors}
-        self._others = {id(tensor) for tensor, count in self._now() if (id(tensor), count) not in then}
-        self._has_changed = self._contents is not None and not self._contents.are_same()
-        if is_compiled and any(id(buffer) in self._others for buffer in self._buffers()):
+        then, now = self._tensors, self._now()
+        if len(then) != len(now) or any([a is not c or b != d for (a, b), (c, d) in zip(then, now, strict=True)]):
+            known = {(id(tensor), count) for tensor, count in then}
+            self._others = {id(tensor) for tensor, count in now if (id(tensor), count) not in known}
+        if self._contents is not None:
+            with self._runner.run.caches.off():  # as in the forward: configs are contents, too
+                self._has_changed = not self._contents.are_same()
+        if is_compiled and self._others and any(id(buffer) in self._others for buffer in self._buffers()):
             self.refuse()
 
     @contextmanager

@@ -56,14 +56,14 @@ class Recomputed:
         self._saved: list[weakref.ref[_Saved]] = []  # a node that is done lets go of its own
         self._autocast = Autocast.capture("cpu")  # the block restores the GPU's
         self._is_forward_done = self._is_spent = False
-        self._num_again = 0
+        self._num_saved = self._num_again = 0
         modes = reversed(_get_current_function_mode_stack())  # backward's thread has no `torch.device(...)` of its own
         self._device: Context = next((mode for mode in modes if isinstance(mode, DeviceContext)), nullcontext())
 
     def forward(self) -> Any:
         with saved_tensors_hooks(self._pack, self._unpack), self._first:
             result = self._function()
-        self._is_forward_done = True
+        self._is_forward_done, self._num_saved = True, len(self._saved)
         if self._num_again:  # a gradient was taken on the way: what else was made again for it would stay
             for found in self._saved:
                 if (saved := found()) is not None:
@@ -103,15 +103,16 @@ class Recomputed:
         that holds its own output would never die."""
         tensor = tensor.detach()
         number, self._num_again = self._num_again, self._num_again + 1
-        if number < len(self._saved):
+        num_saved = self._num_saved if self._is_forward_done else len(self._saved)
+        if number < num_saved:
             saved = self._saved[number]()
             if saved is not None:
                 if saved.form != (tensor.shape, tensor.dtype, tensor.device):
                     now = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, and was another in forward"
                     raise Refused(ANOTHER.format(what=f"the tensor {number} that it saves is {now}"))
                 saved.tensor = tensor
-            if self._stops_early and number + 1 == len(self._saved):
+            if self._stops_early and number + 1 == num_saved:
                 raise _AllThere
         elif self._is_forward_done:
-            raise Refused(ANOTHER.format(what=f"it saves more than {len(self._saved)} tensors"))
+            raise Refused(ANOTHER.format(what=f"it saves more than {num_saved} tensors"))
         return tensor

@@ -92,8 +92,9 @@ class Draws:
             yield
 
     def _seed(self, micro_batch: int) -> None:
+        seed = _derive(*self._of, micro_batch)
         for generator in self._generators:
-            generator.manual_seed(_derive(*self._of, micro_batch))
+            generator.manual_seed(seed)
 
     def _now(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,10 @@ class Chunks(Homes):
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._in_slots: dict[tuple[int, ChunkKind, int], Array] = {}
         self._own_parts: dict[tuple[int, ChunkKind, int], Array] = {}
+        # For graphs that outlive slots: how each parameter is packed, and views of slots by the first slot and by what
+        # was packed. See waiting/held.py.
+        self.packed_parameters: dict[int, Any] = dict.fromkeys(map(id, parameters.values()))
+        self.unpacked: dict[Any, Tensor] = {}
         # Of several ranks: by all of them.
         self.whole_value: Callable[[str], Tensor] = lambda key: self.value(key).get()
         self.binding = Binding(self, {block.index for block in profile.blocks if block.loose})
@@ -302,6 +307,7 @@ class Chunks(Homes):
         self.binding.forget_views()
         self._made_grads.clear()
         self._in_slots.clear()
+        self.unpacked.clear()
         self._own_parts.clear()
         for table in self.tables.values():
             table.forget_views()

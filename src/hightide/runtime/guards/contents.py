@@ -93,13 +93,17 @@ class Contents:
 
     def are_same(self) -> bool:
         try:
-            return (
-                _equal(self._places, self._then)
-                and all(place[key] is value for place, key, value in self._links)
-                and all(one.is_same() for one in self._singly)
-            )
+            if not _equal(self._places, self._then):
+                return False
+            for place, key, value in self._links:
+                if place[key] is not value:
+                    return False
+            for one in self._singly:  # asked at each call of a block: without generators
+                if not one.is_same():
+                    return False
         except Exception:  # something is gone, or does not compare with what has taken its place
             return False
+        return True
 
     def with_other_numbers(self) -> Contents | None:
         """How it is now, if only plain values have changed. None: more has."""
@@ -214,8 +218,13 @@ class _Singly:
         return {key: value for key, value in entries if key not in self._without}
 
     def is_same(self) -> bool:
-        now = self.values()
-        return now.keys() == self._then.keys() and all(one.is_still(now[key]) for key, one in self._then.items())
+        now, then = self.values(), self._then
+        if now.keys() != then.keys():
+            return False
+        for key, one in then.items():  # noqa: SIM110 (as above)
+            if not one.is_still(now[key]):
+                return False
+        return True
 
     def then(self) -> dict[Any, Any]:
         """Tensors, and what does not count or is not kept, as they are now."""

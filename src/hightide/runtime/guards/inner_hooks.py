@@ -24,12 +24,13 @@ class InnerHooks:
         self._hooks = [hooks for module in self._inside for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         self.num_extra_calls = 0  # beyond those of plain PyTorch
 
+    @property
+    def are_there(self) -> bool:
+        return any(self._hooks)
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Inside, the block runs once more than it would in plain PyTorch."""
-        if not any(self._hooks):
-            yield
-            return
         with ExitStack() as handles:
             for module in self._inside:
                 for hooks, register in (

@@ -52,7 +52,7 @@ class Unchanged:
     def check(self) -> None:
         with Disabled():  # parameters may be absent
             for slots, name, param, key, trainable in self._places:
-                if slots.get(name) is not param:
+                if name not in slots or slots[name] is not param:
                     raise Refused(EXCHANGED.format(key=key))
                 if param.requires_grad is not trainable:
                     raise Refused(FROZEN.format(key=key, trainable=trainable))

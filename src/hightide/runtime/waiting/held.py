@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from hightide.runtime.chunks.chunks import Chunks
 if TYPE_CHECKING:
     from hightide.runtime.waiting.activations import StashedTensor
 
+MOST_VIEWS = 4096  # of slots: parts of weights whose sizes follow from data could be any number
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a block's input "
     "or saved tensor of shape {shape} changed after the block's forward"
@@ -55,8 +56,7 @@ class _Form(NamedTuple):
 
 
 class _InSlot(NamedTuple):
-    chunk: int
-    offset_bytes: int
+    place: tuple[int, int]  # a chunk, and the offset in it, in bytes
     form: _Form
 
 
@@ -130,6 +130,10 @@ class Held:
 
     def get(self) -> Tensor | None:
         """None: somebody has written to it since."""
+        tensor = self.tensor
+        is_plain = tensor is not None and self._away is None and not self._aliases and not self._is_changed
+        if is_plain and tensor._version == self._version:  # type: ignore[union-attr]
+            return tensor
         if self.is_changed:
             return None
         if self._away is not None:
@@ -143,7 +147,8 @@ class Held:
 
     def _note_change(self) -> None:
         self._is_changed |= self.tensor is not None and self.tensor._version != self._version
-        self._is_changed |= any(alias._version != version for alias, version in self._aliases)
+        if self._aliases:
+            self._is_changed |= any(alias._version != version for alias, version in self._aliases)
 
 
 class Holding:
@@ -157,7 +162,7 @@ class Holding:
 
     def __call__(self, tensor: Tensor) -> Held:
         held = Held(tensor)
-        if self._may_leave(tensor):
+        if self._device is not None and self._may_leave(tensor):
             self._leaving.append(weakref.ref(held))
         return held
 
@@ -173,23 +178,31 @@ class Holding:
         return address is not None and address not in self._staying
 
 
+class Call(Protocol):
+    """To which a graph belongs."""
+
+    def away_now(self) -> Sequence[Tensor]:
+        """Of its inputs, those that wait on host."""
+
+
 def outlive_slots(
-    chunks: Chunks,
-    hold: Callable[[Tensor], Held],
-    away: Sequence[Tensor] = (),
-    back: Callable[[], Callable[[], Sequence[Tensor]]] = lambda: tuple,
+    chunks: Chunks, hold: Callable[[Tensor], Held], away: Sequence[Tensor], back: Callable[[], Call]
 ) -> saved_tensors_hooks:
     """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
-    (`away`, without gaps in memory). `back` gives what gives these again, in backward, and raises where backward is not
-    the graph's own."""
+    (`away`, without gaps in memory). `back` gives its call again, in backward, and raises where backward is not the
+    graph's own. What a graph saves most are parameters: how these are packed, and what is unpacked, is made once."""
     places = [(address_of(tensor), *range_of(tensor)) for tensor in away]
+    slot_offset, first_slot = chunks.slot_offset, chunks.param_slots.first
+    packed_parameters, unpacked = chunks.packed_parameters, chunks.unpacked
 
     def pack(tensor: Tensor) -> _InSlot | _InInput | Held:
+        if id(tensor) in packed_parameters:
+            return pack_parameter(tensor)
         if (address := address_of(tensor)) is None:
             return hold(tensor.detach())
-        place = chunks.slot_offset(tensor)
+        place = slot_offset(tensor)
         if place is not None:
-            return _InSlot(*place, _Form.of(tensor))
+            return _InSlot(place, _Form.of(tensor))
         for index, (storage, begin, end) in enumerate(places):
             if address == storage:
                 first, last = range_of(tensor)
@@ -197,15 +210,34 @@ def outlive_slots(
                     return _InInput(index, first - begin, _Form.of(tensor))
         return hold(tensor.detach())
 
+    def pack_parameter(param: Tensor) -> _InSlot | Held:
+        place = slot_offset(param)
+        if place is None:
+            return hold(param.detach())
+        packed: _InSlot | None = packed_parameters[id(param)]
+        if packed is None or packed.place != place or packed.form[1:3] != (param.shape, param.stride()):
+            packed = packed_parameters[id(param)] = _InSlot(place, _Form.of(param))
+        return packed
+
     def unpack(packed: _InSlot | _InInput | Held) -> Tensor:
-        inputs = back()
+        call = back()
         if isinstance(packed, _InSlot):
-            return packed.form.on(chunks.param_on_gpu(packed.chunk), packed.offset_bytes)
+            key = (first_slot(packed.place[0]), packed)
+            view = unpacked.get(key)
+            return make_view(key) if view is None else view
         if isinstance(packed, _InInput):
-            return packed.form.on(inputs()[packed.number].detach(), packed.offset_bytes)
+            return packed.form.on(call.away_now()[packed.number].detach(), packed.offset_bytes)
         tensor = packed.get()
         if tensor is None:
             raise Refused(MODIFIED.format(shape=packed.shape))
         return tensor
+
+    def make_view(key: tuple[int | None, _InSlot]) -> Tensor:
+        chunk, offset_bytes = key[1].place
+        if len(unpacked) >= MOST_VIEWS:
+            unpacked.clear()
+        with torch.inference_mode(False):  # it outlives it
+            view = unpacked[key] = key[1].form.on(chunks.param_on_gpu(chunk), offset_bytes)
+        return view
 
     return saved_tensors_hooks(pack, unpack)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from hightide.ir.codec import from_json, to_json
 from hightide.ir.split import BatchDim, Split
 from hightide.profiler.model.call_tree import (
+    _flatten,
+    _signature,
     batch_size,
     flatten,
     flatten_call,
@@ -49,6 +54,47 @@ def test_a_dataclass_without_tensors_is_a_leaf() -> None:
     value = Packed(None, "config")  # type: ignore[arg-type]
     leaves, tree = flatten([value])
     assert leaves == [value] and unflatten(leaves, tree)[0] is value
+
+
+Pair = namedtuple("Pair", "a b")
+Kind = StrEnum("Kind", ["CAUSAL", "FULL"])
+
+
+class Flag(int):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2, 1),
+        lambda: ((), [], {}),
+        lambda: ((torch.zeros(2), None), {"b": [torch.ones(1), 3], "a": (True, "text", 2.5)}),
+        lambda: ((), {"mask": None, "flag": Flag(0), "kind": Kind.FULL, "rotary": (torch.ones(1, 3), torch.ones(4))}),
+        lambda: {"pair": Pair(torch.ones(2), 1), "ordered": OrderedDict(b=torch.ones(3), a=2)},
+        lambda: [{1: torch.ones(2)}, {True: torch.ones(2)}],
+        lambda: (Packed(torch.ones(2), "text"), {"x": torch.ones(3)}),
+        lambda: (object, {3, 4}, torch.float32),
+    ],
+)
+def test_what_is_known_of_a_structure_is_what_torch_says_of_it(make: Callable[[], Any]) -> None:
+    for value in (make(), make()):  # the second is known already
+        (leaves, tree), (expected, its_tree) = flatten(value), _flatten(value)
+        assert len(leaves) == len(expected) and all(a is b for a, b in zip(leaves, expected, strict=True))
+        assert str(tree) == str(its_tree) and tree.spec == its_tree.spec
+        assert signature_of(leaves, tree, "train") == _signature(leaves, its_tree, "train")
+        back, as_torch_does = unflatten(leaves, tree), unflatten(leaves, its_tree)
+        again = flatten(back)[0]
+        assert type(back) is type(as_torch_does) is type(value)
+        assert len(again) == len(leaves) and all(a is b for a, b in zip(again, leaves, strict=True))
+    assert flatten(make())[1].signatures.keys() or tree.outline is None
+
+
+def test_a_known_signature_is_that_of_its_leaves() -> None:
+    """What differs in a size alone, or in a flag."""
+    one, other = torch.zeros(2, 1), torch.zeros(2, 3)
+    found = [signature_of(*flatten_call((x,), {"flag": flag}), "train") for x in (one, other) for flag in (True, False)]
+    assert len(set(found)) == 4
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
