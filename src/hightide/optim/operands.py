@@ -39,10 +39,12 @@ class Operands:
         assert (self.master is None) == (self.remainder is not None)
         if self.remainder is not None:
             assert self.param is not None and self.param.dtype == torch.bfloat16 and self.remainder.dtype == torch.int16
-        shares = {id(state): per_numel for state, per_numel in self._shares()}
-        for tensor in self._arrays():
-            numel = -(-len(self) // shares.get(id(tensor), 1))
-            assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == numel, tensor.shape
+        numel = self.grad.shape[0]
+        for tensor in (self.master, self.grad, self.param, self.remainder):
+            assert tensor is None or (tensor.shape == (numel,) and tensor.is_contiguous()), tensor.shape
+        for at, state in enumerate(self.states):
+            part = -(-numel // self.per_numel[at]) if self.per_numel else numel
+            assert state.shape == (part,) and state.is_contiguous(), state.shape
 
     def master_values(self) -> Tensor:
         """The master; put together, if it is in two parts."""

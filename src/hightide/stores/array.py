@@ -33,18 +33,28 @@ class Array:
         return Array(self.store, self.region, self.dtype, shape, self.offset_bytes + start * self.dtype.itemsize)
 
     def read(self, into: Tensor, start: int = 0) -> Ticket:
+        view = self._view  # of chunks that are updated on the host there is one, and all of it crosses at each use
+        if view is not None and into.dtype is self.dtype and into.shape == self.shape:
+            return self._memory.copied(self.region, into, view)
         return self.store.read(self.region, into, self.offset_bytes + start * self.dtype.itemsize)
 
     def write(self, source: Tensor, start: int = 0) -> Ticket:
+        view = self._view
+        if view is not None and source.dtype is self.dtype and source.shape == self.shape:
+            return self._memory.copied(self.region, view, source)
         return self.store.write(self.region, source, self.offset_bytes + start * self.dtype.itemsize)
+
+    @property
+    def _memory(self) -> MemoryStore:
+        assert isinstance(self.store, MemoryStore), f"{self.region} on {self.store.tier} is no memory"
+        return self.store
 
     @property
     def view(self) -> Tensor:
         """Its very memory, where the store has any; made once."""
         if self._view is None:
-            assert isinstance(self.store, MemoryStore), f"{self.region} on {self.store.tier} is no memory"
             with torch.inference_mode(False):  # it outlives it
-                flat = self.store.view(self.region, self.dtype, self.offset_bytes, prod(self.shape))
+                flat = self._memory.view(self.region, self.dtype, self.offset_bytes, prod(self.shape))
                 self._view = flat.view(self.shape)
         return self._view
 

@@ -100,10 +100,13 @@ class _Counted:
         self._outer: str | None = None  # the label of the meter around this one
 
     def __enter__(self) -> None:
-        meter: AllocationMeter | None = getattr(self._active, "meter", None)
+        active = self._active
+        meter: AllocationMeter | None = getattr(active, "meter", None)
         if meter is None:
-            self._active.meter = AllocationMeter(label=self._label, ledger=self._ledger)
-            self._active.meter.__enter__()
+            spare: AllocationMeter | None = getattr(active, "spare", None)  # of the last section
+            meter = active.meter = AllocationMeter(ledger=self._ledger) if spare is None else spare
+            active.spare, meter.label = None, self._label
+            meter.__enter__()
         else:
             self._outer, meter.label = meter.label, self._label
 
@@ -112,5 +115,5 @@ class _Counted:
         if self._outer is not None:
             meter.label = self._outer
             return
-        self._active.meter = None
+        self._active.meter, self._active.spare = None, meter
         meter.__exit__(*error)

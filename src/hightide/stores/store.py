@@ -264,6 +264,11 @@ class MemoryStore(Store):
         target = self.view(region, source.dtype, offset_bytes, source.numel()).view(source.shape)
         return self._in_ticket(region.label, self._copy, target, source)
 
+    def copied(self, region: Region, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        """As `read` or `write`; one of the two is a view of the region."""
+        self._check_owned(region)
+        return self._in_ticket(region.label, self._copy, target, source)
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Neither is part of a graph."""
         target.copy_(source)

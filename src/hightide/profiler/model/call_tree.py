@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +55,8 @@ _trees: dict[Any, Tree | None] = {}  # by outline. None: torch orders their leav
 def _outline(value: Any, leaves: list[Any]) -> Any:
     """The structure of what most blocks are called with and return, as a key; its leaves are appended. Torch's pytree
     takes several times as long, and this runs at every call of a block."""
-    kind, keys, values = type(value), cast(Any, None), value
+    keys: Any
+    kind, values = type(value), value
     if kind is tuple or kind is list:
         keys = len(value)
     elif kind is dict and _NAMES.issuperset(map(type, value)):

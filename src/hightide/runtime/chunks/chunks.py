@@ -53,6 +53,7 @@ class Chunks(Homes):
         pool_bytes, grad_pool_bytes = plan.num_slots * self.slot_bytes, plan.num_grad_slots * self.grad_slot_bytes
         self._slots = gpu.allocate(pool_bytes, "slots") if pool_bytes else None
         self._slots_address = 0
+        self.around_slots = (0, 0)  # addresses between which the memory begins of all that lies in parameter slots
         self._grad_slots = gpu.allocate(grad_pool_bytes, "gradient slots") if grad_pool_bytes else None
         self._leaving, self._arriving, self._rounding = (
             Staging(gpu, gpu.allocate(num_bytes, "gradient staging")) if num_bytes else None
@@ -300,7 +301,9 @@ class Chunks(Homes):
     def take_hold(self) -> None:
         """Of the parameters, once the values are in their places. The GPU's memory may be another one than before."""
         if self._slots is not None:
-            self._slots_address = self.gpu.view(self._slots, torch.uint8).data_ptr()
+            view = self.gpu.view(self._slots, torch.uint8)
+            self._slots_address = view.data_ptr()
+            self.around_slots = view.untyped_storage().data_ptr(), self._slots_address + self._slots.num_bytes
         self.binding.take_hold()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hightide.runtime.lanes.lanes import EventFence
+from hightide.runtime.lanes.fences import EventFence, present_stream
 from hightide.stores.ticket import Ticket
 
 
@@ -16,7 +16,7 @@ class HostNumber:
         self._of = value  # its id is the key under which this is found: it must live as long
         self._number = torch.empty((), dtype=value.dtype, pin_memory=True)
         self._number.copy_(value, non_blocking=True)
-        self._arrived = EventFence(torch.cuda.current_stream(value.device))
+        self._arrived = EventFence(*present_stream(value.device))
         self.ticket = Ticket.completed("a factor", fence=self._arrived)
 
     def __float__(self) -> float:

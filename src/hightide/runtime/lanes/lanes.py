@@ -21,7 +21,6 @@ number afterwards.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import warnings
@@ -36,6 +35,7 @@ import torch
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
 from hightide.process.system import usable_cores
+from hightide.runtime.lanes.fences import EventFence, present_stream
 from hightide.runtime.lanes.queues import InTurn, LaneRecord, Queue, SharedState, Task, Turns, Watcher, queue_for
 from hightide.runtime.lanes.thread_lives import share, watch, work
 from hightide.runtime.lanes.update_threads import TileQueue, UpdateThreads
@@ -68,26 +68,6 @@ def default_update_threads() -> int:
     return max(1, usable_cores() - CORES_FOR_OTHERS)
 
 
-class EventFence:
-    """A point in one CUDA stream."""
-
-    __slots__ = ("_device", "_event", "number")
-    _numbers = itertools.count()
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._device = stream.device
-        self.number = next(self._numbers)
-        self._event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
-        self._event.record(stream)
-
-    def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def synchronize(self) -> None:
-        with torch.cuda.device(self._device):  # a thread begins with the first GPU, where it needs nothing
-            self._event.synchronize()
-
-
 # The begin of a COMPUTE action: a perf_counter, and, while recording, an event of the GPU and what that holds.
 Begun = tuple[float, torch.cuda.Event | None, int | None]
 
@@ -116,7 +96,7 @@ class Streams:
 
     def fence(self) -> EventFence | None:
         """This moment in the caller's stream."""
-        return None if self._device is None else EventFence(torch.cuda.current_stream(self._device))
+        return None if self._device is None else EventFence(*present_stream(self._device))
 
     def mark(self, lane: Lane) -> torch.cuda.Event | None:
         """This moment in the caller's stream, whose time can be read when the GPU has passed it. None unless a

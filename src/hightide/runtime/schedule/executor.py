@@ -20,6 +20,7 @@ from hightide.ir.tier import Lane
 from hightide.planner.predict.save_forecast import update_order
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.lanes.lanes import Begun
+from hightide.runtime.schedule.at_home import AtHome
 from hightide.runtime.schedule.demand import Demands
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.in_use import InUse
@@ -43,7 +44,7 @@ class Tick:
     accumulate: bool = False
 
 
-class Executor:
+class Executor(AtHome):
     def __init__(
         self,
         schedules: Mapping[Mode, Schedule],
@@ -55,11 +56,11 @@ class Executor:
         watchman: Watchman | None = None,
     ) -> None:
         """`accumulate`: backwards that the user has promised before each step. `watchman`: of several ranks."""
+        super().__init__(flight, performer)
         self.programs = {mode: Program(schedule) for mode, schedule in schedules.items()}
         self.promises = Promises(self.programs, performer, update, accumulate, names, flight.lanes)
         self.num_deviations = 0
-        self._lanes, self._flight = flight.lanes, flight
-        self._performer, self._chunks, self._gradients = performer, performer.chunks, performer.gradients
+        self._lanes, self._gradients = flight.lanes, performer.gradients
         self._demands = Demands(flight, performer, names)
         self._issuer = Issuer(self.programs.values(), flight, performer)
         self._in_use = InUse(flight, performer, self._demands, self.promises)
@@ -70,7 +71,6 @@ class Executor:
         self._update = update
         self._optimised = [spec.index for spec in self._chunks.specs if spec.optimised_numel]
         self._staying = [chunk for chunk, place in enumerate(self._chunks.placed) if place.stays]
-        self._rings = None if self._chunks.disk is None else self._chunks.disk.rings
         self._next_due = 0  # when the first tick of the next pass is due: ticks of all passes before it
         self._pass: Pass | None = None
         self._suspended: Pass | None = None
@@ -364,38 +364,6 @@ class Executor:
         """All chunks, in the order in which the next step updates them; those that it does not update are last."""
         ends = next(program for mode, program in self.programs.items() if mode.trains and mode.ends_step)
         return update_order(ends.schedule, len(self._chunks.specs))
-
-    def wait_for_updates(self) -> None:
-        for chunk in self._flight.updates:
-            self.wait_for_update(chunk)
-
-    def wait_for_update(self, chunk: int) -> None:
-        """Until its home has the values, and its states too."""
-        if chunk in self._flight.updates:
-            self._flight.wait(self._flight.updates[chunk], Lane.CPU)
-        if chunk in self._flight.settled:
-            self._flight.wait(self._flight.settled[chunk], Lane.CPU)
-        if chunk in self._flight.stored:
-            self._flight.wait(self._flight.stored[chunk], Lane.DISK_WRITE)
-        if self._chunks.placed[chunk].is_gathered_after_update and chunk in self._flight.fetches:
-            self._flight.wait(self._flight.fetches[chunk], Lane.GATHER)
-
-    def await_home(self, chunk: int) -> None:
-        """The same, and nothing reads them there. Whoever asks may change them: what was read ahead is read again."""
-        self.wait_for_update(chunk)
-        if self._rings is not None:
-            for ticket in self._flight.reads_of(chunk):
-                self._flight.wait(ticket, Lane.DISK_READ)
-            self._rings.forget(chunk)
-
-    def open_home(self, chunk: int) -> None:
-        """The same, and no copy of them is on the GPU, or on its way there: there will be new values at home."""
-        if chunk in self._flight.fetches:
-            self._flight.wait(self._flight.fetches[chunk], Lane.H2D)  # other ranks may take long
-            self._flight.fetches[chunk].wait_through()
-        self.await_home(chunk)
-        if self._chunks.placed[chunk].is_streamed and self._chunks.param_copies[chunk].state is Residency.CLEAN:
-            self._performer.evict(chunk)
 
     def come_to_rest(self) -> None:
         """Until nothing is under way, and every gradient is at home. A pass that has begun is given up."""

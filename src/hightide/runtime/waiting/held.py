@@ -181,28 +181,44 @@ class Holding:
 class Call(Protocol):
     """To which a graph belongs."""
 
+    is_running: bool  # its forward, or its backward
+
     def away_now(self) -> Sequence[Tensor]:
         """Of its inputs, those that wait on host."""
 
 
 def outlive_slots(
-    chunks: Chunks, hold: Callable[[Tensor], Held], away: Sequence[Tensor], back: Callable[[], Call]
+    chunks: Chunks,
+    hold: Callable[[Tensor], Held],
+    away: Sequence[Tensor],
+    owner: weakref.ref[Call],
+    taken_out: Callable[[], Exception],
 ) -> saved_tensors_hooks:
     """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
-    (`away`, without gaps in memory). `back` gives its call again, in backward, and raises where backward is not the
-    graph's own. What a graph saves most are parameters: how these are packed, and what is unpacked, is made once."""
+    (`away`, without gaps in memory). `taken_out`: what is raised where backward is not that of the call, its `owner`.
+    What a graph saves most of slots are parameters: how these are packed, and what is unpacked, is made once."""
     places = [(address_of(tensor), *range_of(tensor)) for tensor in away]
-    slot_offset, first_slot = chunks.slot_offset, chunks.param_slots.first
+    slot_offset, first_slot, (begin, end) = chunks.slot_offset, chunks.param_slots.first, chunks.around_slots
     packed_parameters, unpacked = chunks.packed_parameters, chunks.unpacked
 
     def pack(tensor: Tensor) -> _InSlot | _InInput | Held:
-        if id(tensor) in packed_parameters:
-            return pack_parameter(tensor)
-        if (address := address_of(tensor)) is None:
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):  # it has none of its own
             return hold(tensor.detach())
-        place = slot_offset(tensor)
-        if place is not None:
-            return _InSlot(place, _Form.of(tensor))
+        if begin <= address < end and (place := slot_offset(tensor)) is not None:
+            return (
+                pack_parameter(tensor, place) if id(tensor) in packed_parameters else _InSlot(place, _Form.of(tensor))
+            )
+        return pack_input(tensor, address) if places else hold(tensor.detach())
+
+    def pack_parameter(param: Tensor, place: tuple[int, int]) -> _InSlot:
+        packed: _InSlot | None = packed_parameters[id(param)]
+        if packed is None or packed.place != place or packed.form[1:3] != (param.shape, param.stride()):
+            packed = packed_parameters[id(param)] = _InSlot(place, _Form.of(param))
+        return packed
+
+    def pack_input(tensor: Tensor, address: int) -> _InInput | Held:
         for index, (storage, begin, end) in enumerate(places):
             if address == storage:
                 first, last = range_of(tensor)
@@ -210,27 +226,20 @@ def outlive_slots(
                     return _InInput(index, first - begin, _Form.of(tensor))
         return hold(tensor.detach())
 
-    def pack_parameter(param: Tensor) -> _InSlot | Held:
-        place = slot_offset(param)
-        if place is None:
-            return hold(param.detach())
-        packed: _InSlot | None = packed_parameters[id(param)]
-        if packed is None or packed.place != place or packed.form[1:3] != (param.shape, param.stride()):
-            packed = packed_parameters[id(param)] = _InSlot(place, _Form.of(param))
-        return packed
-
     def unpack(packed: _InSlot | _InInput | Held) -> Tensor:
-        call = back()
-        if isinstance(packed, _InSlot):
-            key = (first_slot(packed.place[0]), packed)
-            view = unpacked.get(key)
-            return make_view(key) if view is None else view
+        call = owner()
+        if call is None or not call.is_running:
+            raise taken_out()
+        if isinstance(packed, Held):
+            tensor = packed.get()
+            if tensor is None:
+                raise Refused(MODIFIED.format(shape=packed.shape))
+            return tensor
         if isinstance(packed, _InInput):
             return packed.form.on(call.away_now()[packed.number].detach(), packed.offset_bytes)
-        tensor = packed.get()
-        if tensor is None:
-            raise Refused(MODIFIED.format(shape=packed.shape))
-        return tensor
+        key = (first_slot(packed.place[0]), packed)
+        view = unpacked.get(key)
+        return make_view(key) if view is None else view
 
     def make_view(key: tuple[int | None, _InSlot]) -> Tensor:
         chunk, offset_bytes = key[1].place

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from hightide.ir.tier import Lane
-from hightide.runtime.lanes.lanes import TURNS, WORKERS, EventFence, Lanes
+from hightide.runtime.lanes import fences
+from hightide.runtime.lanes.fences import EventFence, present_stream
+from hightide.runtime.lanes.lanes import TURNS, WORKERS, Lanes
 from hightide.runtime.lanes.queues import KEPT_PASSES
 from hightide.stores.ticket import Ticket
 from waiting import OwnThreads
@@ -433,6 +435,42 @@ def test_who_waits_for_a_fence_does_so_on_its_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", Event)
     EventFence(SimpleNamespace(device=torch.device("cuda", 2))).synchronize()  # type: ignore[arg-type]
     assert waited_on == [2] and present == [0]
+
+
+def test_a_stream_waits_for_a_fence_once_and_for_its_own_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is one that torch has not made: another may have its address later."""
+    waited: list[int] = []
+    present = [0]
+    gpu = torch.device("cuda", 0)
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            pass
+
+        def record(self, stream: Any) -> None:
+            pass
+
+        def wait(self, stream: Any) -> None:
+            waited.append(stream.number)
+
+    def stream(device: torch.device) -> Any:
+        assert device == gpu
+        return SimpleNamespace(device=gpu, number=present[0])
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (present[0], index, 1), raising=False)
+    monkeypatch.setattr(fences, "_known", {})
+    default, lane, another, foreign = 0, 0x23, 0x43, 0x7F00
+    present[0] = lane
+    fence = EventFence(*present_stream(gpu))
+    for number in (lane, default, default, another, default, foreign, foreign, another):
+        present[0] = number
+        fence.join()
+    assert waited == [default, another, foreign, foreign]
+    assert {key[0] for key in fences._known} == {default, lane, another}
+    EventFence(stream(gpu)).join()
+    assert waited[-1] == another and len(waited) == 5, "of a fence without a name everyone waits"
 
 
 # ---- lanes between ranks
