@@ -178,8 +178,8 @@ class Holding:
         return address is not None and address not in self._staying
 
 
-class Call(Protocol):
-    """To which a graph belongs."""
+class GraphOwner(Protocol):
+    """The call to which a graph belongs."""
 
     is_running: bool  # its forward, or its backward
 
@@ -191,7 +191,7 @@ def outlive_slots(
     chunks: Chunks,
     hold: Callable[[Tensor], Held],
     away: Sequence[Tensor],
-    owner: weakref.ref[Call],
+    owner: weakref.ref[GraphOwner],
     taken_out: Callable[[], Exception],
 ) -> saved_tensors_hooks:
     """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host

@@ -87,6 +87,22 @@ def test_parameters_go_into_a_file_and_come_back(subject: Subject) -> None:
         chunks.param_slots.drop(chunk)
 
 
+def test_a_tensor_in_a_slot_is_told_by_the_chunk_and_its_place_there(subject: Subject) -> None:
+    chunks = subject.chunks(Tier.HOST)
+    chunks.load({})
+    chunk = max(chunks.places[key][0] for key in streamed_keys(chunks))
+    for first in (0, subject.plan.num_slots - chunks.param_slots.width(chunk)):
+        chunks.param_slots.take(first, chunk)
+        flat = chunks.param_on_gpu(chunk)
+        begin, end = chunks.around_slots
+        assert begin <= flat.untyped_storage().data_ptr() < end
+        assert chunks.slot_offset(flat) == (chunk, 0)
+        assert chunks.slot_offset(flat[-1:]) == (chunk, chunks.specs[chunk].param_bytes - flat.element_size())
+        assert chunks.slot_offset(torch.zeros(4)) is None
+        chunks.param_slots.drop(chunk)
+        assert chunks.slot_offset(flat) is None
+
+
 def test_new_values_and_masters_are_stored_in_a_file(subject: Subject) -> None:
     chunks = subject.chunks(Tier.DISK)
     chunks.load({})
