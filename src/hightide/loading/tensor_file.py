@@ -5,7 +5,6 @@ Not by mapping the file: its pages would count as this process's memory for as l
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hightide.ir.foreign import MAX_FILE_BYTES, decoded, open_regular, parse_json, quoted, shown
+from hightide.stores.disk_file import memory_at
 
 DTYPES = {
     "F64": torch.float64,
@@ -96,9 +96,7 @@ class StoredTensor:
                 start += len(part)
 
     def _read_into(self, file: int, flat: Tensor) -> None:
-        if not flat.nbytes:
-            return
-        memory = memoryview((ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())).cast("B")
+        memory = memory_at(flat.data_ptr(), flat.nbytes)
         while memory:
             num_read = os.readv(file, [memory[: 2**30]])
             if not num_read:

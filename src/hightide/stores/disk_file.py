@@ -38,6 +38,11 @@ class PageBuffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
+def memory_at(address: int, num_bytes: int) -> memoryview:
+    """Whoever owns it keeps it for as long."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B") if num_bytes else memoryview(b"")
+
+
 class DiskFile:
     """`num_bytes` of the disk, which are there until it is closed. Transfers may come from any number of threads."""
 
@@ -58,7 +63,7 @@ class DiskFile:
         """All of it, from or to memory; all three are multiples of SECTOR_BYTES. Returns how many bytes moved, which is
         more than was asked for where a transfer ended within a sector. Errors say how far it came."""
         assert self._descriptor >= 0, f"{self} is closed"
-        memory = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+        memory = memory_at(address, num_bytes)
         done_bytes = moved_bytes = num_idle = 0
         while done_bytes < num_bytes:
             move = os.pwritev if is_write else os.preadv  # looked up each time: tests put faults here

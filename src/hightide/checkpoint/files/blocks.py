@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hightide.checkpoint.files import filesystem
 from hightide.ir.save_sizes import NUM_BLOCKS, SMALL_BLOCK_BYTES, num_blocks
-from hightide.stores.disk_file import SECTOR_BYTES, PageBuffer
+from hightide.stores.disk_file import SECTOR_BYTES, PageBuffer, memory_at
 from hightide.stores.threads import background
 
 NUM_WRITERS = 6
@@ -110,6 +110,13 @@ class Block:
             filesystem.let_go(self.file.descriptor, self.offset, self.num_bytes)
 
 
+def place_of(value: Tensor | bytes) -> tuple[int, int]:
+    """The address of its bytes, and how many."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.nbytes
+    return ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p).value or 0, len(value)
+
+
 class Memory(Protocol):
     """Of a block."""
 
@@ -131,7 +138,7 @@ class _LentMemory:
         self._lent = lent
         self.address = -(-lent.data_ptr() // SECTOR_BYTES) * SECTOR_BYTES
         assert self.address + num_bytes <= lent.data_ptr() + lent.nbytes
-        self.memory = memoryview((ctypes.c_char * num_bytes).from_address(self.address)).cast("B")
+        self.memory = memory_at(self.address, num_bytes)
 
 
 def _new(num_bytes: int) -> Memory:

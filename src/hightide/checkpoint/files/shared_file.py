@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from hightide.checkpoint.files import filesystem, manifest
-from hightide.checkpoint.files.blocks import Block, Blocks, Memory
+from hightide.checkpoint.files.blocks import Block, Blocks, Memory, place_of
 from hightide.checkpoint.files.joined_sums import joined
 from hightide.checkpoint.files.manifest import FileSums, num_pieces
 from hightide.ir.foreign import quoted
@@ -50,9 +50,8 @@ class SharedFile:
                     raise
 
     def write(self, offset: int, value: Tensor | bytes) -> None:
-        left_bytes = value.nbytes if isinstance(value, Tensor) else len(value)
+        address, left_bytes = place_of(value)
         assert 0 <= offset <= offset + left_bytes <= self.num_bytes, (self.name, offset, left_bytes)
-        address = value.data_ptr() if isinstance(value, Tensor) else _address(value)
         while left_bytes:
             block = self._block
             if block is None or block.offset + block.num_bytes != offset:
@@ -148,7 +147,3 @@ def joined_sums(name: str, num_bytes: int, found: Iterable[Sum]) -> FileSums:
     if end != num_bytes:
         raise ValueError(f"{quoted(name)} lacks {num_bytes - end} bytes, which no rank has written")
     return FileSums(name, num_bytes, tuple(sums))
-
-
-def _address(content: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0

@@ -3,7 +3,6 @@ of them is used."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from hightide.checkpoint.files.checked import CheckedFile
 from hightide.checkpoint.files.manifest import Manifest
 from hightide.loading.tensor_file import StoredTensor
+from hightide.stores.disk_file import memory_at
 
 PART_BYTES = 16 * 1024**2
 
@@ -46,7 +46,7 @@ def verified_parts(
         for (tensor, elements), place in zip(ordered, places, strict=True):
             for start in range(0, max(1, len(place)), PART_BYTES):
                 part = buffer[: len(place) - start]
-                file.read_into(place.start + start, _memory(part))
+                file.read_into(place.start + start, memory_at(part.data_ptr(), part.nbytes))
                 yield tensor, elements.start + start // tensor.dtype.itemsize, part.view(tensor.dtype)
 
 
@@ -64,11 +64,3 @@ def verified_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
     with CheckedFile(path, manifest, name) as file:
         file.read_into(0, memoryview(content))
     return bytes(content)
-
-
-def _memory(part: Tensor) -> memoryview:
-    return (
-        memoryview((ctypes.c_uint8 * part.nbytes).from_address(part.data_ptr())).cast("B")
-        if part.nbytes
-        else memoryview(b"")
-    )

@@ -11,7 +11,6 @@ until `step-N` is there and synced; then it is removed. A crash in between leave
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from hightide.checkpoint.files import filesystem, leftovers, manifest
-from hightide.checkpoint.files.blocks import Block, Blocks, Lend
+from hightide.checkpoint.files.blocks import Block, Blocks, Lend, place_of
 from hightide.checkpoint.files.joined_sums import joined
 from hightide.checkpoint.files.manifest import MARKER, SHOWN, WRITTEN_S, FileSums, Manifest, check_name, folders_of
 from hightide.checkpoint.files.names import OLD, TMP, check_step, step_name
@@ -288,8 +287,7 @@ class _FileWriter:
         return self.num_bytes < self._blocks.block_bytes
 
     def write(self, value: Tensor | bytes) -> None:
-        left_bytes = value.nbytes if isinstance(value, Tensor) else len(value)
-        address = value.data_ptr() if isinstance(value, Tensor) else _address(value)
+        address, left_bytes = place_of(value)
         assert self._writer._folder >= 0 and self.offset + left_bytes <= self.num_bytes
         while left_bytes:
             if self._block is None:
@@ -370,7 +368,3 @@ class TensorFileWriter(_FileWriter):
         assert num_bytes <= self._left_bytes, f"{entry.name}: {num_bytes} bytes, {self._left_bytes} are left of it"
         self._left_bytes -= num_bytes
         self.write(value)
-
-
-def _address(content: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
