@@ -67,11 +67,34 @@ def test_adapters_begin_as_with_peft_and_train_as_there(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "options", [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"use_dora": True}]
+    "options",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"use_dora": True},
+        {"trainable_token_indices": {"embed_tokens": [1, 2]}},
+    ],
 )
 def test_what_is_made_from_the_weights_is_refused(folder: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"no values before hightide.wrap.*transformers' own from_pretrained"):
+    with pytest.raises(RuntimeError, match=r"none before hightide.wrap.*transformers' own from_pretrained"):
         peft.get_peft_model(hightide.from_pretrained(folder), config(**options))
+
+
+def test_values_are_neither_read_nor_written_before_they_are_there(folder: Path) -> None:
+    """What torch computes from them would be memory that nobody has filled, and what is written would be lost."""
+    param = hightide.from_pretrained(folder).get_parameter("lm_head.weight")
+    for touch in (
+        torch.mean,
+        lambda param: param[[0, 1]],
+        lambda param: torch.cat([param, torch.zeros(1, param.shape[1])]),
+        torch.nn.init.zeros_,
+        lambda param: param.requires_grad_(False).mul_(2),
+        lambda param: param.__setitem__(0, 1.0),
+    ):
+        with pytest.raises(RuntimeError, match=r"none before hightide\.wrap"):
+            touch(param)
+    assert torch.equal(torch.zeros_like(param), torch.zeros(param.shape)) and torch.randn_like(param).isfinite().all()
+    assert param.new_ones(2).tolist() == [1, 1] and param.detach().is_meta and param.T.shape == param.shape[::-1]
 
 
 def test_a_wrap_that_fails_can_be_done_again(folder: Path) -> None:

@@ -5,8 +5,8 @@ library like PEFT builds around the model, the parameters are the same.
 
 [Note: where a parameter seems to be] A library that adds to a model puts what it adds where the model is. On the meta
 device the values that PEFT has just drawn for its adapters would be lost; so a parameter without values says that it is
-on the CPU, where the adapters then stay. It is not: whoever reads values of it gets none, and what is computed from it
-(as by initialisations of adapters that decompose the weight) has none either, which `wrap` refuses.
+on the CPU, where the adapters then stay. It is not: who reads or writes values of it, as initialisations of adapters do
+that are made from the weight, is refused. What is written to its `data` is lost on the meta device.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ MAX_PARAMETERS = 1_000_000
 MAX_VALUE_BYTES = 2 * 1024**3
 
 
+HARMLESS = ("requires_grad_", "detach_", "share_memory_")
+_NO_VALUES = (
+    "{}() needs values of a model of hightide.from_pretrained, which has none before hightide.wrap: they are still in "
+    "files. Adapters of PEFT that are made from the weights (pissa, olora, loftq, DoRA, trainable tokens, ...) and "
+    "new or changed embeddings need them: load the model with transformers' own from_pretrained"
+)
+
+
 @dataclass(frozen=True)
 class Remembered:
     source: str  # what a message calls it
@@ -45,14 +53,29 @@ class UnloadedParameter(nn.Parameter):
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cpu")
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What asks for a shape may, and what makes a tensor like this one. What reads or writes values may not: torch
+        makes results where this parameter seems to be, so they would be memory that nobody has filled."""
+        name = getattr(func, "__name__", str(func))
+        if (name.endswith("_") and not name.endswith("__") and name not in HARMLESS) or name == "__setitem__":
+            raise RuntimeError(_NO_VALUES.format(name))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+        except (NotImplementedError, RuntimeError, TypeError) as error:  # what the meta device cannot do
+            if "meta" not in str(error):
+                raise
+            raise RuntimeError(_NO_VALUES.format(name)) from error
+        has_values = any(isinstance(one, Tensor) and not one.is_meta for one in tree_leaves(found))
+        if has_values and not (name.endswith("_like") or name.startswith("new_") or name == "__get__"):
+            raise RuntimeError(_NO_VALUES.format(name))
+        return found
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Modules that are converted ask with a device, a dtype and a third argument; others want values."""
         if len(args) < 3:
-            raise RuntimeError(
-                "a parameter of a model of hightide.from_pretrained has no values before hightide.wrap: they are still "
-                "in files. Adapters of PEFT that are made from the weights (pissa, olora, loftq, DoRA, ...) need them: "
-                "load the model with transformers' own from_pretrained"
-            )
+            raise RuntimeError(_NO_VALUES.format("to"))
         return super().to(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
