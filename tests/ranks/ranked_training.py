@@ -399,7 +399,7 @@ def off_the_plan(rank: int, world: int, where: str) -> dict[str, Any]:
     return {"losses": losses, "plain": found, "issued": issued}
 
 
-def other_acts(rank: int, world: int) -> dict[str, str]:
+def other_acts(rank: int, world: int, folder: str) -> dict[str, str]:
     """What the last rank alone does between two forwards, or asks of `wrap`, and what all are told of it."""
     torch.set_num_threads(1)
     batches, is_other = batches_of("hand_written", rank, 2, False), rank == world - 1
@@ -413,7 +413,7 @@ def other_acts(rank: int, world: int) -> dict[str, str]:
             optimizer(model)
         return hightide.wrap(model, optimizer_of(model), example, **({"plan": made.of(world, "mixed")} | options))
 
-    def after_backward(act: Callable[[nn.Module, Any], object]) -> None:
+    def after_backward(act: Callable[[nn.Module, Any], object], saves: bool = False) -> None:
         model, optimizer = wrapped()
         models.loss_of(model, batches[0]).backward()
         if is_other:
@@ -423,6 +423,8 @@ def other_acts(rank: int, world: int) -> dict[str, str]:
             group["lr"] = 3e-3
         optimizer.zero_grad()
         try:
+            if saves:
+                hightide.save(model, optimizer, folder)
             models.loss_of(model, batches[1])
         finally:
             hightide.unwrap(model)
@@ -453,6 +455,7 @@ def other_acts(rank: int, world: int) -> dict[str, str]:
     attempts: dict[str, Callable[[], object]] = {
         "nothing": lambda: after_backward(lambda *_: None),
         "options": lambda: after_backward(lambda _, optimizer: optimizer.param_groups[1].update(lr=1.0)),
+        "a save": lambda: after_backward(lambda _, optimizer: optimizer.param_groups[1].update(lr=1.0), saves=True),
         "a gradient less": lambda: after_backward(lambda model, _: setattr(first(model), "grad", None)),
         "clipped": lambda: after_backward(lambda model, _: clip(model.parameters(), 1e-4)),
         "a little": lambda: after_backward(

@@ -71,13 +71,14 @@ def test_a_rank_that_raises_between_steps_ends_the_others(training: StartedRanks
     assert "RankFailure: rank 0" in first.error and "it has ended with ValueError: enough" in first.error
 
 
-def test_what_one_rank_does_otherwise_is_told_to_all(training: StartedRanks) -> None:
+def test_what_one_rank_does_otherwise_is_told_to_all(training: StartedRanks, tmp_path: Path) -> None:
     """Each updates its shards, and takes its part of what is loaded: the model would be put together of pieces."""
-    first, last = (rank.result for rank in training.run("other_acts", 2, within_s=WITHIN_S))
+    first, last = (rank.result for rank in training.run("other_acts", 2, within_s=WITHIN_S, folder=str(tmp_path)))
     assert first == last
     assert (first.pop("nothing"), first.pop("a little")) == ("", "")
     for what, told in {
         "options": "lr=1.0",
+        "a save": "lr=1.0",
         "a gradient less": "ranks differ in the update of first.weight",
         "clipped": "what gradients were multiplied by",
         "a group": "nothing on rank 1",
@@ -87,7 +88,7 @@ def test_what_one_rank_does_otherwise_is_told_to_all(training: StartedRanks) -> 
         "a collective on a gradient": "pass a copy (p.grad.clone())",
     }.items():
         assert told in first.pop(what)
-    assert not first
+    assert not first and not list(tmp_path.iterdir())
 
 
 def test_at_the_end_of_a_program_lanes_issue_what_others_wait_for(training: StartedRanks) -> None:

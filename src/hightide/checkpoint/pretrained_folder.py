@@ -33,6 +33,7 @@ def save_pretrained(run: Run, model: nn.Module, folder: str | os.PathLike[str], 
             "it out, or call state = model.state_dict() on all ranks and save_pretrained(state_dict=state) on the first"
         )
     assert run.between is not None
+    run.check_same_acts("what was done before save_pretrained")
     collectives, is_first = run.between.collectives, run.between.is_first
     found: list[tuple[ModelFiles, _Files | None]] = []
 

@@ -65,8 +65,8 @@ def prepared_by_all(
         (found,) = mine
         failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(told) if failure]
         check_same(collectives, {"the step of a checkpoint": found.saving.step})
-        if run is not None and run.acts is not None:
-            run.acts.compare(collectives, "what was done before a checkpoint", run.options())
+        if run is not None:
+            run.check_same_acts("what was done before a checkpoint")
         if not failures:
             check_same(collectives, {"what a checkpoint has": told[collectives.ranks.rank][2]})
     except BaseException:

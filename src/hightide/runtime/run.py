@@ -198,6 +198,11 @@ class Run(RunValues):
             return is_larger
         return any(map(any, self.acts.compare(self._collectives, FORWARD_BEGINS, self.options(), bytes([is_larger]))))
 
+    def check_same_acts(self, when: str) -> None:
+        """Before values leave for good. All ranks call it."""
+        if self._collectives is not None and self.acts is not None:
+            self.acts.compare(self._collectives, when, self.options())
+
     def any_rank(self, what: str, value: bool) -> bool:
         return value if self._collectives is None else self._collectives.any_true(what, value)
 

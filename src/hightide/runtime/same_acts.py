@@ -3,7 +3,7 @@
 [Note: nobody's model] Each rank updates its own shards, and takes its own part of values that are loaded. Where ranks
 update with other options, scale gradients by other numbers or load other values, DDP has models that drift apart; here
 there would be one, put together of pieces of several. So all of it is noted, and compared at the beginning of each
-forward, where ranks meet anyway, and when a checkpoint is saved. By what gradients are multiplied each rank has
+forward, where ranks meet anyway, and when the model is saved. By what gradients are multiplied each rank has
 computed, on a machine of its own maybe: there the last digits may differ. Numbers on a GPU are not looked at, which
 would wait for it.
 """
