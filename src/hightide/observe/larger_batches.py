@@ -102,6 +102,27 @@ class LargerBatches:
             f"it once and for all, {LARGEST}"
         )
 
+    def hold_together(self, num_samples: int) -> None:
+        began_s, run = time.perf_counter(), self._run
+        self._catch_up()
+        told = f"graphs of {num_samples} samples were alive at a time, and the plan has room for {run.plan.num_samples}"
+        known, stays = run.profile, "The plan stays: in each step the earlier ones go to the host"
+        batch_bytes = -(-known.batch_bytes * num_samples // known.num_samples)
+        if why_not := self._kept_from_moving():
+            self._say(f"{told}. {stays} ({why_not})")
+            return
+        with shown("hightide plans for several graphs"):
+            tell("searching for a plan")
+            try:
+                found = self._searched(replace(known, num_samples=num_samples, batch_bytes=batch_bytes))
+                check_room(run)
+            except InfeasiblePlan as refusal:
+                self._say(f"{told}. {stays}. {refusal}")
+                return
+            self._move_to(found, told)
+        took = format_seconds(time.perf_counter() - began_s)
+        self._say(f"{told}. Planned again, and {self._movers} moved to the new plan, in {took}; results are the same")
+
     def _of_all(self, batch: Arguments, sizes: BatchSizes) -> tuple[list[Larger], str]:
         """What is larger than all before; and why the plan cannot be exchanged now."""
         return [Larger(sizes, self._profiled(batch))], self._kept_from_moving()

@@ -44,6 +44,9 @@ class RankedLargerBatches(LargerBatches):
         self._collectives = collectives
         self._is_first = collectives.ranks.rank == 0
 
+    def hold_together(self, num_samples: int) -> None:
+        """Ranks come here one by one, and plan together only where all know of it: the plan stays."""
+
     def _of_all(self, batch: Arguments, sizes: BatchSizes) -> tuple[list[Larger], str]:
         """By rank; and why on any of them."""
         watchman = self._collectives.ranks.watchman

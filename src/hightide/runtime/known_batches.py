@@ -26,6 +26,9 @@ class Admission(Protocol):
     def make_room(self, error: OutOfMemory, sizes: BatchSizes) -> None:
         """An evaluation ran out of GPU memory, and will be begun again. Raises Refused if that is of no use."""
 
+    def hold_together(self, num_samples: int) -> None:
+        """Graphs of so many samples were alive at a time: see [Note: several graphs] in several_graphs.py."""
+
 
 class KnownBatches:
     def __init__(self, example: BatchSizes) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,22 +24,15 @@ from hightide.runtime.blocks.batch import CpuCopies, copy_to, map_tensors
 from hightide.runtime.guards.transforms import refuse_transforms
 from hightide.runtime.observer import Start, is_short, watched_pass
 from hightide.runtime.schedule.executor import Tick
+from hightide.runtime.several_graphs import SeveralGraphs
 from hightide.runtime.step_work import Computed
 from hightide.runtime.surroundings import AroundCall
 from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
-    from hightide.runtime.blocks.block_function import BlockCall
     from hightide.runtime.run import Run
 
 NUM_EVALUATIONS = 4  # of one batch, at most: what it needs is known as far as it got
-
-SEVERAL_GRAPHS = (
-    "The graph of an earlier forward is still there, beside that of the latest, and the plan has room for one such "
-    "batch. If both are needed for one backward, wrap the model with an example batch that has the samples of all "
-    "forwards of a step. If nobody needs the earlier one (a step that was skipped), drop what came of it (del loss) "
-    "before the next forward."
-)
 
 
 class ModelPasses:
@@ -51,13 +43,12 @@ class ModelPasses:
         self.batch: Arguments | None = None  # of the model's call that is under way
         self.cpu_copies = CpuCopies()  # of this batch
         self.is_whole_batch = False  # the latest
-        self._checked_samples: int | None = None  # of the batch of the next pass, if it is shaped as the profiled one
+        self._num_samples: int | None = None  # of the batch of the next pass, if it can be told
+        self._checked_samples: int | None = None  # the same, if it is shaped as the profiled one
         self._is_inside = False  # the model's own forward is under way
         self._seed = b""
         self._nth_call: Counter[int] = Counter()
-        self.open_calls: WeakSet[BlockCall] = WeakSet()  # of blocks, in the latest training pass
-        self._earlier_calls: WeakSet[BlockCall] = WeakSet()  # in passes whose backward had not begun at the next one
-        self._are_several = False  # graphs of more than one forward may be alive
+        self.graphs = SeveralGraphs(run)
         self._end_queued = False
         self._backward = Hold(is_over=lambda: torch._C._current_graph_task_id() < 0)
 
@@ -75,7 +66,11 @@ class ModelPasses:
             original = partial(run.caches.call, run.model, original)
             self._check_call(kwargs)
             run.executor.promises.check_forward()  # else a larger batch would be planned for before it is refused
+            if not run.executor.has_open_forward:
+                self.graphs.plan_for_all()
             self._check_batch(Arguments(args, kwargs))
+            if run.executor.has_open_forward:
+                self.graphs.make_room(self._num_samples)
             if run.observer is not None and run.observer.is_watching and not run.executor.has_open_forward:
                 return watched_pass(run, run.observer, original, args, kwargs)
             return self.run_pass(Mode.TRAIN, original, args, kwargs)
@@ -111,7 +106,7 @@ class ModelPasses:
                 return original(*args, **kwargs)
         except OutOfMemory as error:
             if mode is not Mode.EVAL:
-                self.tell_of_several(error)
+                self.graphs.tell(error)
             raise
         finally:
             self._is_inside = False
@@ -144,7 +139,7 @@ class ModelPasses:
             if self._run.begins_forward(not self._run.batches.hold(sizes)):
                 self._run.admission.admit(batch, sizes)
         probed, most = self._run.probed, self._run.plan.num_samples
-        num_samples = samples_in(batch, probed.samples)
+        num_samples = self._num_samples = samples_in(batch, probed.samples)
         self._checked_samples = num_samples if shapes(batch, probed.samples) == probed.shapes else None
         self.is_whole_batch = self._checked_samples == most
 
@@ -163,12 +158,10 @@ class ModelPasses:
             run.num_passes += 1
             run.looks.begin_pass()
             if torch._C._current_graph_task_id() < 0:  # else a checkpoint repeats a part of the latest
-                self._are_several = are_several
-                if are_several:
-                    self._earlier_calls.update(self.open_calls)
+                self.graphs.begin_pass(are_several, self._num_samples)
                 self._seed = rng.pass_seed(run.num_passes)
                 self._nth_call.clear()
-            self.open_calls.clear()
+            self.graphs.open_calls.clear()
             self._end_queued = False
             run.work.begin_pass(self._work_of_pass())
             run.anchor.begin_pass(run.gradients.of_parameters_here)
@@ -186,19 +179,12 @@ class ModelPasses:
         if not self._run.executor.has_open_forward:
             return False
         gc.collect()
-        return len(self.open_calls) > 0
+        return len(self.graphs.open_calls) > 0
 
     def _ran_out(self, error: OutOfMemory) -> None:
         """In backward."""
-        if not self.tell_of_several(error) and self._run.observer is not None:
+        if not self.graphs.tell(error) and self._run.observer is not None:
             self._run.observer.ran_out(error)
-
-    def tell_of_several(self, error: OutOfMemory) -> bool:
-        """Whether more graphs than one are what has taken the memory."""
-        if not is_short(error) or all(call.is_spent for call in self._earlier_calls):
-            return False
-        error.add_note(SEVERAL_GRAPHS)
-        return True
 
     # -- its blocks -----------------------------------------------------------------------------------------------
 
@@ -241,7 +227,7 @@ class ModelPasses:
         num_calls, again = self._nth_call[block], torch._C._current_graph_task_id() >= 0
         if not again:
             self._nth_call[block] += 1
-        is_known = not again or (num_calls == 1 and not self._are_several)
+        is_known = not again or (num_calls == 1 and not self.graphs.are_alive)
         name = "" if is_known else self._run.profile.blocks[block].name
         nth_call = 0 if again else num_calls
         return rng.Draws(self._seed, block, nth_call, num_micro_batches, self._run.gpu.device, name)

@@ -29,7 +29,8 @@ from hightide.runtime.guards.contents import Contents
 from hightide.runtime.guards.first_look import BlockState
 from hightide.runtime.guards.transforms import once
 from hightide.runtime.waiting.activations import FREED
-from hightide.runtime.waiting.held import Held, Holding
+from hightide.runtime.waiting.held import Held, Holding, address_of
+from hightide.runtime.waiting.inputs_here import InputsHere
 
 if TYPE_CHECKING:
     from hightide.runtime.blocks.block_runner import BlockRunner
@@ -68,6 +69,7 @@ class BlockCall(BlockRuns):
         self._version = runner.version
         self._draws = runner.run.passes.draws(runner.index, len(self.bounds))
         self._graphs: list[Graph] | None = None
+        self.here: InputsHere | None = None  # None: autograd has those that are not away
         self._differentiable: list[bool] = []  # of the outputs
         self._spent = False  # its one backward has begun
 
@@ -166,10 +168,26 @@ class BlockCall(BlockRuns):
         assert self.call is not None and self._graphs is not None
         run, on_disk = self.runner.run, self.runner.plan.inputs is Tier.DISK
         self.away.leave(run.stashes, self.call, tensors, held, on_disk)
-        self._hold = Holding()
+        self._hold.forget_staying()
         with run.gpu.unmetered():  # what takes their place is there once for all
             for graph in self._graphs:
                 graph.forget_inputs(self.away.which)
+
+    def put_away(self) -> None:
+        """What it has on the GPU waits on the host, off the plan. See [Note: several graphs]."""
+        run, here = self.runner.run, self.here
+        if self._spent or self.is_running or self._graphs is None or here is None:
+            return
+        own = (*self.module.parameters(), *self.module.buffers(), *run.chunks.binding.loose_params())
+        staying = {address_of(tensor) for tensor in own}
+        held, before, is_whole = self._hold.others(run.gpu.device, staying), self.away.which, len(self.bounds) == 1
+        gone, stashes = self.away.to_put_away(run.stashes, here.tensors, held, staying, is_whole)
+        here.keep_only([not now for now, was in zip(gone, before, strict=True) if not was])
+        with run.gpu.unmetered():
+            for graph in self._graphs:
+                graph.forget_inputs(gone)
+        for stash in stashes:
+            run.stashes.put_away(stash)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -178,12 +196,11 @@ class BlockCall(BlockRuns):
         """Its one backward has begun."""
         return self._spent
 
-    def backward(
-        self, here: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """`here`: the inputs that waited on the GPU; `wanted`: which inputs need a gradient."""
+    def backward(self, ctx: Any, grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+        """`ctx`: has the inputs that waited on the GPU, if this has not; `wanted`: which inputs need a gradient."""
         if self._spent:  # with retain_graph=True autograd itself lets it pass
             raise Refused(FREED)
+        here, self.here = ctx.saved_tensors if self.here is None else self.here.checked(), None
         self._spent = True
         run = self.runner.run
         self.runner.check_plan(self.module)
@@ -233,13 +250,15 @@ class BlockFunction(torch.autograd.Function):
         outputs = call.forward(tensors, any(ctx.needs_input_grad))
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.save_for_backward(*(tensor for tensor, away in zip(tensors, call.away.which, strict=True) if not away))
+        here = [tensor for tensor, away in zip(tensors, call.away.which, strict=True) if not away]
+        call.here = InputsHere.of(here) if any(ctx.needs_input_grad) else None
+        if call.here is None:
+            ctx.save_for_backward(*here)
         ctx.mark_non_differentiable(*call.not_differentiable(outputs))
         return tuple(outputs)
 
     @staticmethod
     @once(lambda ctx: ctx.call.runner.will_accumulate())
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        here = ctx.saved_tensors  # raises if this is the second backward
         with deferred:
-            return None, None, *ctx.call.backward(here, grads, ctx.needs_input_grad[2:])
+            return None, None, *ctx.call.backward(ctx, grads, ctx.needs_input_grad[2:])

@@ -65,7 +65,7 @@ class BlockRunner:
         if changes is not None:
             self.inside = changes.inside
         call = BlockCall(self, module, args, kwargs, state, None if changes is None else changes.contents)
-        self.run.passes.open_calls.add(call)
+        self.run.passes.graphs.open_calls.add(call)
         outputs = BlockFunction.apply(call, self.anchor, *call.frame.take_tensors())
         result = call.assemble(list(outputs))
         place = self.run.probed.returned.get(self.index)

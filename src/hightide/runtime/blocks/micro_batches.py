@@ -102,7 +102,8 @@ class Graph:
 
 @cache
 def _nowhere(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), math.nan, dtype=dtype, device=device)
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 class Gathered:
@@ -145,8 +146,9 @@ class InputGradient:
         if grad is None:
             if self._dim is not None and self.value is not None:
                 narrow(self.value, self._dim, start, num_samples).zero_()
-        elif self._single:
-            self.value = grad
+        elif self._single:  # where the input was away, its leaf did not say how the gradient is to lie in memory
+            same = grad.stride() == self._like.stride() or self._like.is_contiguous()
+            self.value = grad if same else torch.empty_like(self._like).copy_(grad)
         elif self._dim is None:
             self.value = grad if self.value is None else self.value.add_(grad)
         else:

@@ -209,6 +209,20 @@ class Stashes:
 
         return store
 
+    def put_away(self, stash: Stash) -> None:
+        """All of it now, in the user's thread, off the plan. What the host has no room for stays: OutOfMemory."""
+        for entry in stash.entries:
+            for ticket in entry.on_the_way:
+                ticket.join()
+            entry.is_wanted = False  # it had come back ahead of a backward that is later now
+            if entry.tensor is not None and not entry.is_away:
+                leaving = entry.checked().contiguous()
+                region = self._host.allocate(leaving.numel() * leaving.element_size(), entry.label)
+                self._host.write(region, leaving).wait()
+                entry.region = region
+            if entry.tensor is not None:
+                entry.let_go()
+
     def prepare_write(self, stash: Stash) -> Callable[[], int] | None:
         """From its buffer to the disk. None: there is nothing to be done."""
         return None if self._disk is None or stash.parcel is None else self._disk.store(stash.parcel)

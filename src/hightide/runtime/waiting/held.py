@@ -13,7 +13,7 @@ buffers, and inputs, which go their own way. In backward, a tensor's memory is f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -116,6 +116,11 @@ class Held:
         self._is_changed = True
 
     @property
+    def is_leaving(self) -> bool:
+        """Or has left."""
+        return self._away is not None
+
+    @property
     def is_changed(self) -> bool:
         """Somebody has written to it."""
         self._note_change()
@@ -158,24 +163,39 @@ class Holding:
         """`device`: where that is which may leave; None: nothing leaves."""
         self._device = device
         self._staying = {address_of(tensor) for tensor in staying}
-        self._leaving: list[weakref.ref[Held]] = []  # a graph that dies takes what it holds with it
+        self._held: list[weakref.ref[Held]] = []  # a graph that dies takes what it holds with it
+        self._leaving: list[weakref.ref[Held]] = []
 
     def __call__(self, tensor: Tensor) -> Held:
         held = Held(tensor)
-        if self._device is not None and self._may_leave(tensor):
-            self._leaving.append(weakref.ref(held))
+        one = weakref.ref(held)
+        self._held.append(one)
+        if self._device is not None and _may_leave(tensor, self._device, self._staying):
+            self._leaving.append(one)
         return held
+
+    def others(self, device: torch.device, staying: Container[int | None]) -> list[Held]:
+        """What could leave all the same. `staying`: addresses of storages."""
+        found = (one() for one in self._held)
+        there = [held for held in found if held is not None and not held.is_leaving and not held.is_changed]
+        return [held for held in there if held.tensor is not None and _may_leave(held.tensor, device, staying)]
+
+    def forget_staying(self) -> None:
+        """All have left that are to leave by the plan."""
+        self._device, self._staying = None, set()
+        self._leaving.clear()
 
     def leaving(self) -> list[Held]:
         """What graphs still need, and nobody has written to."""
         found = (one() for one in self._leaving)
         return [held for held in found if held is not None and not held.is_changed]
 
-    def _may_leave(self, tensor: Tensor) -> bool:
-        if tensor.device != self._device or type(tensor) is not Tensor or tensor.numel() <= 1:
-            return False
-        address = address_of(tensor)
-        return address is not None and address not in self._staying
+
+def _may_leave(tensor: Tensor, device: torch.device, staying: Container[int | None]) -> bool:
+    if tensor.device != device or type(tensor) is not Tensor or tensor.numel() <= 1:
+        return False
+    address = address_of(tensor)
+    return address is not None and address not in staying
 
 
 class GraphOwner(Protocol):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from torch import Tensor
 
 from hightide.runtime.waiting.activations import Stash, Stashes
-from hightide.runtime.waiting.held import Held
+from hightide.runtime.waiting.held import Held, address_of
+
+OFF_PLAN = -1  # in the place of a call
 
 
 class InputsAway:
@@ -15,6 +17,8 @@ class InputsAway:
         self.which = [False] * num_inputs
         self._orders: list[tuple[int, ...] | None] = [None] * num_inputs  # of their dimensions in memory
         self._stash: Stash | None = None
+        self._later: Stash | None = None  # what followed off the plan
+        self._is_put_away = False
 
     def choose(self, tensors: Sequence[Tensor], which: Sequence[bool], is_whole: bool) -> list[Tensor]:
         """The inputs, such as they can leave. What comes back lies in memory as it did: dropout fills memory in its
@@ -44,8 +48,36 @@ class InputsAway:
         away = [tensor if order is None else tensor.permute(order) for tensor, order in leaving]
         self._stash = stashes.register(call, away, held, on_disk)
 
+    def to_put_away(
+        self,
+        stashes: Stashes,
+        here: Sequence[Tensor],
+        held: Sequence[Held],
+        staying: Container[int | None],
+        is_whole: bool,
+    ) -> tuple[list[bool], list[Stash]]:
+        """What has stayed is to follow, off the plan: `here`, those of the inputs that are not away. `staying`:
+        addresses of memory that is somebody else's. Returns which inputs leave now, and with what."""
+        stays = [False] * len(self.which)
+        if self._is_put_away or self._stash is not None:  # all that is wide among the inputs
+            if not self._is_put_away:
+                self._later = stashes.register(OFF_PLAN, [], held)
+            self._is_put_away = True
+            return stays, [stash for stash in (self._stash, self._later) if stash is not None]
+        self._is_put_away = True
+        self._orders = [_order_in_memory(tensor) if is_whole else None for tensor in here]
+        self.which = [
+            (tensor.is_contiguous() or order is not None) and _is_plain(tensor) and address_of(tensor) not in staying
+            for tensor, order in zip(here, self._orders, strict=True)
+        ]
+        self.leave(stashes, OFF_PLAN, here, held, on_disk=False)
+        assert self._stash is not None
+        return self.which, [self._stash]
+
     def back(self, stashes: Stashes, here: Sequence[Tensor]) -> list[Tensor]:
         """All inputs. `here`: those that have stayed."""
+        if self._later is not None:
+            stashes.consume(self._later)
         staying = iter(here)
         away = iter(stashes.consume(self._stash) if self._stash is not None else ())
         return [
@@ -54,8 +86,14 @@ class InputsAway:
         ]
 
     def release(self, stashes: Stashes) -> None:
-        if self._stash is not None:
-            stashes.release(self._stash)
+        for stash in (self._stash, self._later):
+            if stash is not None:
+                stashes.release(stash)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Its bytes are all that there is of it."""
+    return type(tensor) is Tensor and tensor.numel() > 1 and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
