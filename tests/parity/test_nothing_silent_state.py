@@ -33,7 +33,7 @@ from equal_or_refused import (
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, spectral_norm
+from torch.nn.utils import parametrizations, prune, spectral_norm
 
 CASES = Cases()
 add = CASES.add
@@ -267,6 +267,12 @@ class WeightNorm(Block):
 class OldWeightNorm(Block):
     def make(self) -> None:
         self.linear = nn.utils.weight_norm(self.linear)
+
+
+@add()
+def old_norms_on_layers_themselves() -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    return Net(spectral_norm(layers[0]), layers[1], prune.identity(layers[2], "weight"))
 
 
 @add()

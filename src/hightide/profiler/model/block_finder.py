@@ -5,7 +5,10 @@ Walking from the root:
 - elsewhere, a module with parameters of its own and no stack below it is a block as a whole (a head, a norm);
 - a module with parameters of its own and a stack below it is descended into, and its own parameters are loose: the
   model's code uses them between blocks, so they stay where plain autograd sees them;
-- a module without parameters of its own is descended into.
+- a module without parameters of its own is descended into;
+- a module with a pre-hook that computes what its forward uses (old weight_norm and spectral_norm, pruning) is no block:
+  that runs before the block's forward, on parameters that would not be there. All of its parameters are loose. Inside
+  of a block such modules are as others.
 
 A user may name blocks instead, by patterns of module names or by classes: these are blocks wherever they are, and the
 walk divides the rest of the model as above.
@@ -21,6 +24,7 @@ import torch
 from torch import nn
 
 from hightide.ir.foreign import kind_of
+from hightide.profiler.model.hooks import is_part_of_computation
 
 MAX_LISTED = 12
 # Patterns of module names (fnmatch), or classes.
@@ -141,15 +145,27 @@ def _walk(
                 _walk(child_name, child, blocks, loose, seen, chosen)
             elif _has_params(child) and child not in seen:
                 seen.add(child)
-                blocks.append(FoundBlock(child_name, child))
+                _divide(child_name, child, blocks, loose)
         return
     own = _own_params(module)
     if own and not any(_is_stack(below) for below in module.modules()):
-        blocks.append(FoundBlock(name, module))
+        _divide(name, module, blocks, loose)
         return
     loose.extend(own)
     for child_name, child in _children(name, module):
         _walk(child_name, child, blocks, loose, seen, chosen)
+
+
+def _divide(name: str, module: nn.Module, blocks: list[FoundBlock], loose: list[nn.Parameter]) -> None:
+    if _is_computed_before(module):
+        loose.extend(module.parameters())
+    else:
+        blocks.append(FoundBlock(name, module))
+
+
+def _is_computed_before(module: nn.Module) -> bool:
+    is_there = any(isinstance(value, torch.Tensor) for value in vars(module).values())  # no parameter, and no buffer
+    return is_there and any(map(is_part_of_computation, module._forward_pre_hooks.values()))
 
 
 def _children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -76,3 +76,16 @@ def test_a_block_without_parameters_of_its_own_is_none() -> None:
     assert [block.name for block in found.blocks] == ["0"]
     assert found.loose == ("0.bias", "1.weight")
     assert isinstance(found.blocks[0].module.weight, torch.Tensor)
+
+
+def test_a_layer_whose_pre_hook_computes_its_weight_is_no_block() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    found = find_blocks(layers)
+    assert [block.name for block in found.blocks] == ["0", "2"]
+    assert set(found.loose) == {"1.bias", "1.weight_orig"}
+
+
+def test_a_layer_with_another_hook_is_a_block() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    layers[1].register_forward_pre_hook(lambda module, args: None)
+    assert names(layers) == ["0", "1"]
