@@ -28,6 +28,7 @@ from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient
 from hightide.runtime.guards.contents import Contents
 from hightide.runtime.guards.first_look import BlockState
 from hightide.runtime.guards.transforms import once
+from hightide.runtime.guards.unseen import refuse_leading_outside, refuse_second_time
 from hightide.runtime.waiting.activations import FREED
 from hightide.runtime.waiting.held import Held, Holding, address_of
 from hightide.runtime.waiting.inputs_here import InputsHere
@@ -122,7 +123,9 @@ class BlockCall(BlockRuns):
             safe_point()
             with self._draws.forward(number), self.autocast.restored():
                 inputs = self.sliced(tensors, start, num_samples, with_grad=needs_backward)
-                outputs = self._with_graph(inputs, num_samples) if needs_backward else self.run(inputs)
+                outputs = self._with_graph(inputs, num_samples) if needs_backward else self._without_graph(inputs)
+            if needs_backward and self._is_looked_at and number == 0 and not self.runner.trainable:
+                refuse_leading_outside(self.runner.spec.name, outputs, inputs)
             self._check_outputs(outputs)
             if gathered is None:
                 self.output_dims = dims_of(outputs, self.output_dims, num_samples)
@@ -228,7 +231,11 @@ class BlockCall(BlockRuns):
                         self.autocast.restored(),
                         run.gpu.unmetered() if graph.compiled else nullcontext(),
                     ):
-                        graph.backward(roots, wanted, accumulate)
+                        try:
+                            graph.backward(roots, wanted, accumulate)
+                        except RuntimeError as error:
+                            refuse_second_time(self.runner.spec.name, error)
+                            raise
                     self._now = []
                 for index, want in enumerate(wanted):
                     if want:

@@ -29,7 +29,8 @@ class BlockRunner:
         self.original = original  # the class's own forward
         self.spec = run.profile.blocks[index]
         self.plan = run.plan.blocks[index]
-        self.trainable = any(run.gradients.is_trainable(chunk) for chunk in run.chunks.by_block[index])
+        module = run.model.get_submodule(self.spec.name)
+        self.trainable = any(param.requires_grad for param in module.parameters())  # those of loose chunks too
         self.inside: list[nn.Module] = []  # the block's modules, since its first call
 
     def held_rule(self, call: int | None) -> Selective | None:

@@ -33,6 +33,7 @@ from hightide.runtime.blocks.micro_batches import divided
 from hightide.runtime.blocks.recomputation import Recomputed
 from hightide.runtime.guards.contents import Contents
 from hightide.runtime.guards.inner_hooks import InnerHooks
+from hightide.runtime.guards.unseen import refuse_unseen
 from hightide.runtime.waiting.held import Holding, outlive_slots
 from hightide.runtime.waiting.inputs_away import InputsAway
 from hightide.runtime.waiting.selective import HeldResults
@@ -108,6 +109,13 @@ class BlockRuns:
             again = self._from_its_graph()
             made: list[Tensor] = Recomputed(lambda: again().run_or_replay(), *self._contexts(), stops_early).forward()
             return made
+
+    def _without_graph(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Of what needs no gradient, as far as autograd knows. See [Note: gradients by another way]."""
+        with torch.enable_grad():  # as the user has it
+            outputs = self.run(inputs)
+        refuse_unseen(self.runner.spec.name, outputs)
+        return outputs
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Of forward and of recomputation."""
