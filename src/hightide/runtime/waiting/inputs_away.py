@@ -23,16 +23,17 @@ class InputsAway:
     def choose(self, tensors: Sequence[Tensor], which: Sequence[bool], is_whole: bool) -> list[Tensor]:
         """The inputs, such as they can leave. What comes back lies in memory as it did: dropout fills memory in its
         order. Of several micro-batches it is contiguous, so it leaves so."""
-        self.which = list(which)
+        # Nothing would leave of a tensor without elements (no token of the batch is masked).
+        self.which = [away and tensor.numel() > 0 for tensor, away in zip(tensors, which, strict=True)]
         leaving = [
             tensor.resolve_conj().resolve_neg() if away else tensor  # what no byte says does not leave
-            for tensor, away in zip(tensors, which, strict=True)
+            for tensor, away in zip(tensors, self.which, strict=True)
         ]
         if is_whole:
             self._orders = [_order_in_memory(tensor) for tensor in leaving]
         return [
             tensor if not away or order else tensor.contiguous()
-            for tensor, away, order in zip(leaving, which, self._orders, strict=True)
+            for tensor, away, order in zip(leaving, self.which, self._orders, strict=True)
         ]
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
