@@ -26,7 +26,7 @@ from hightide.planner.problem import Terms
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, tensors
 from hightide.profiler.model.samples import refuse_nested
-from hightide.runtime.surgery import run_of
+from hightide.runtime.surgery import run_of, wrapped_part
 
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 Calls = int | Literal["auto"]  # of a step
@@ -132,8 +132,13 @@ def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opt
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer is {kind_of(optimizer)}; pass a torch.optim.Optimizer")
-    if run_of(model) is not None or any(run_of(module) is not None for module in model.modules()):
+    if (run := run_of(model)) is not None and run.model is model:
         raise ValueError("this model is wrapped already; use it as it is, or call hightide.unwrap(model) first")
+    if part := wrapped_part(model):
+        raise ValueError(
+            f"{part}, which has its values and updates it: two wrapped models cannot share parameters. Put both into "
+            "one module and wrap that, with one optimizer; or call hightide.unwrap on the other first"
+        )
     check_kind(model)
     if isinstance(optimizer, WrappedOptimizer):
         raise ValueError(

@@ -154,13 +154,31 @@ def test_a_group_of_other_parameters_added_after_wrapping() -> None:
     pair.close()
 
 
+def test_models_that_share_a_parameter(refused: Any) -> None:
+    pair = twins(*small())
+    other, batch = small()
+    other.first.weight = pair.model.first.weight
+    with refused("'first.weight'", "two wrapped models cannot share parameters", "one module"):
+        hightide.wrap(other, adamw(other), batch, limits=LIMITS)
+    pair.assert_equal(*pair.step())
+    pair.close()
+    hightide.unwrap(hightide.wrap(other, adamw(other), batch, limits=LIMITS)[0])
+
+
+def test_a_loss_with_parameters_in_the_models_optimizer(refused: Any) -> None:
+    model, batch = small()
+    optimizer = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(3))])
+    with refused("1 of the optimizer's", "a loss with parameters of its own", "another optimizer"):
+        hightide.wrap(model, optimizer, batch, limits=LIMITS)
+
+
 def test_a_model_that_is_wrapped_already(refused: Any) -> None:
     pair = twins(*small())
     for function in (hightide.wrap, hightide.plan):
         with refused("wrapped already", "hightide.unwrap(model)"):
             function(pair.model, adamw(pair.model), pair.batch, limits=LIMITS)
     outer = nn.Sequential(pair.model)  # a part of it is wrapped
-    with refused("wrapped already", "hightide.unwrap(model)"):
+    with refused("its part '0' is", "another model that is wrapped", "hightide.unwrap"):
         hightide.wrap(outer, adamw(outer), pair.batch, limits=LIMITS)
     other, batch = small()
     with refused("optimizer belongs to a wrapped model", "make a new one"):

@@ -332,6 +332,11 @@ def copied(model: Any, optimizer: Any, x: Tensor) -> Any:
     copy.deepcopy(model)
 
 
+@refused("share_memory.*before hightide.wrap")
+def shared_among_processes(model: Any, optimizer: Any, x: Tensor) -> Any:
+    model.layers.share_memory()
+
+
 @refused("assign=True")
 def assigned(model: Any, optimizer: Any, x: Tensor) -> Any:
     model.load_state_dict(model.state_dict(), assign=True)

@@ -32,6 +32,8 @@ from hightide.stores.left_alone import leave_alone
 
 COMPILED = "a wrapped model compiles its blocks by itself: hightide.wrap(..., compile=True)"
 
+_runs: weakref.WeakSet[Run] = weakref.WeakSet()  # with the modules of a user's model
+
 
 class Wrapped:
     """Mixed into the class of every module that hightide has swapped."""
@@ -67,6 +69,14 @@ class Wrapped:
         if not run.gets_whole:
             values.clear()
         return values
+
+    def share_memory(self) -> NoReturn:
+        """It would take the memory of chunks away from those who know its address."""
+        raise Refused(
+            "share_memory() would move the parameters of a wrapped model to other memory than hightide's, for other "
+            "processes; give these model.state_dict(), or call share_memory() before hightide.wrap or after "
+            "hightide.unwrap"
+        )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         """As plain PyTorch loads: into real values, which then go to wherever the parameters live."""
@@ -231,6 +241,7 @@ def check_modules(model: nn.Module, profile: ModelProfile, probed: ProbeResult, 
 
 
 def wrap_modules(run: Run) -> None:
+    _runs.add(run)
     classes: dict[tuple[type, type], type] = {}
     modules = dict(run.model.named_modules(remove_duplicate=False))
     for name in _ancestors(block.name for block in run.profile.blocks if not block.loose):
@@ -264,6 +275,18 @@ def unwrap_modules(model: nn.Module) -> None:
 
 def run_of(model: nn.Module) -> Run | None:
     return model.hightide_run if isinstance(model, Wrapped) else None
+
+
+def wrapped_part(model: nn.Module) -> str:
+    """What of a model belongs to another one that is wrapped, in words; "": nothing."""
+    for name, module in model.named_modules():
+        if run_of(module) is not None:
+            return f"its part {name!r} is, or is a part of, another model that is wrapped"
+    taken = {key for run in list(_runs) if isinstance(run.model, Wrapped) for key in run.keys}
+    for name, param in model.named_parameters():
+        if id(param) in taken:
+            return f"another model that is wrapped has its parameter {name!r} too"
+    return ""
 
 
 def fill_values(run: Run, module: nn.Module, values: dict[str, Any], prefix: str) -> None:

@@ -149,7 +149,9 @@ def _groups(optimizer: torch.optim.Optimizer | None, objects: dict[int, nn.Param
     if foreign:
         raise ValueError(
             f"{foreign} of the optimizer's {len(groups)} parameters are not among the model's {len(objects)}; make the "
-            "optimizer from model.parameters() of the very model that is passed, after any copy or conversion of it"
+            "optimizer from model.parameters() of the very model that is passed, after any copy or conversion of it. "
+            "What is no part of the model (a loss with parameters of its own) needs another optimizer, which is not "
+            "wrapped, or to be a submodule of it"
         )
     return groups
 
