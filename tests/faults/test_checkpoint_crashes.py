@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from hightide.checkpoint.files import filesystem, folder, leftovers, writer
+from hightide.checkpoint.files import filesystem, leftovers, writer
+from hightide.checkpoint.files.checked import CheckedFile
 from hightide.checkpoint.files.folder import newest_whole
 from hightide.checkpoint.files.keeping import keep_only
 from hightide.checkpoint.files.writer import CheckpointWriter
@@ -186,7 +187,7 @@ def test_the_driver_finds_damages_that_nobody_sees(
     crashes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = crashes.Subject.make("host", tmp_path / "host", num_losses=12)
-    monkeypatch.setattr(folder, "_damages_of", lambda *_: iter(()))
+    monkeypatch.setattr(CheckedFile, "looked_through", lambda _: iter(()))
     assert "silent" in crashes.damage(subject, "bit changed", 0).problems[0]
 
 
