@@ -1,4 +1,4 @@
-"""Fine-tunes a Hugging Face folder with transformers' Trainer. One word is hightide's: it is marked.
+"""Fine-tunes a Hugging Face folder with transformers' Trainer; that of hightide takes its place, where it is marked.
 
 python examples/trainer.py                            # a tiny model, made on the spot: nothing to download
 python examples/trainer.py path/to/model --gpu 24GiB  # your own, on less of the GPU than there is
