@@ -12,6 +12,7 @@ from hightide.planner.infeasible import InfeasiblePlan, growth
 from hightide.planner.problem import Problem
 from hightide.planner.search.nearby import why_not
 from hightide.planner.search.search import LEAST_GAIN, quick_step_s, search
+from hightide.planner.search.trials import Trials
 from hightide.planner.solution import Searched
 
 NUM_SEARCHED = 2  # numbers of calls
@@ -25,20 +26,21 @@ def search_calls(step: Problem) -> Searched:
     if len(numbers) == 1:
         return search(step)
     looks: dict[int, float] = {}
-    for number in numbers:
+    trials = {number: Trials(in_calls(step, number)) for number in numbers}
+    for number, tried in trials.items():
         # What surely takes longer than that is not searched, whatever it takes.
         below_s = LIKELY * min(looks.values(), default=math.inf) / (1 - LEAST_GAIN)
         try:
-            looks[number] = quick_step_s(in_calls(step, number), below_s)
+            looks[number] = quick_step_s(tried.problem, below_s, tried)
         except InfeasiblePlan:
             continue
     if not looks:
         raise _refusal(step)
     likely = sorted(looks, key=lambda number: (looks[number], number))[:NUM_SEARCHED]
-    found = search(in_calls(step, likely[0]))
+    found = search(trials[likely[0]].problem, trials[likely[0]])
     for number in likely[1:]:
         if looks[number] <= LIKELY * looks[likely[0]]:
-            other = search(in_calls(step, number))
+            other = search(trials[number].problem, trials[number])
             if other.step.step_s < (1 - LEAST_GAIN) * found.step.step_s:
                 found = other
     return found

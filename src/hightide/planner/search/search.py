@@ -39,27 +39,27 @@ NUM_TRIED_ACTIONS = 20_000  # in all those trials, at most: of a deep model in f
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
 
-def search(problem: Problem) -> Searched:
-    """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
-    trials, candidate = _found(problem, says_why=True)
+def search(problem: Problem, looked: Trials | None = None) -> Searched:
+    """Raises InfeasiblePlan, with the least that is missing, if nothing fits. `looked`: those of a quick look at it."""
+    trials = Trials(problem) if looked is None else looked.anew()
+    candidate = _found(trials, problem.quick, says_why=True)
     return Searched.made(problem, candidate, trials.space.placed(candidate), trials.num_simulated)
 
 
-def quick_step_s(problem: Problem, below_s: float = math.inf) -> float:
+def quick_step_s(problem: Problem, below_s: float = math.inf, trials: Trials | None = None) -> float:
     """Of the plan that a quick search finds; infinite if that surely takes `below_s` or more. Raises InfeasiblePlan,
-    without what is missing: that takes a while."""
-    trials, candidate = _found(replace(problem, quick=True), says_why=False, below_s=below_s)
-    return trials.step_s(candidate, below_s)
+    without what is missing: that takes a while. `trials`: what remembers it."""
+    trials = trials or Trials(problem)
+    return trials.step_s(_found(trials, quick=True, says_why=False, below_s=below_s), below_s)
 
 
-def _found(problem: Problem, says_why: bool, below_s: float = math.inf) -> tuple[Trials, Candidate]:
-    num_samples, pinned = problem.profile.num_samples, problem.terms.micro_batch
-    problem.terms.check_micro_batch(num_samples)
-    trials = Trials(problem)
-    sizes = equal_parts(num_samples) if pinned is None else (pinned,)
-    may_fill = _with_room_left(trials) if problem.quick else trials.may_fit
-    candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick, says_why, below_s).run()
-    return trials, _with_uncalled(trials, candidate, may_fill)
+def _found(trials: Trials, quick: bool, says_why: bool, below_s: float = math.inf) -> Candidate:
+    num_samples, terms = trials.problem.profile.num_samples, trials.problem.terms
+    terms.check_micro_batch(num_samples)
+    sizes = equal_parts(num_samples) if terms.micro_batch is None else (terms.micro_batch,)
+    may_fill = _with_room_left(trials) if quick else trials.may_fit
+    candidate = _Search(trials, Moves(trials.space, may_fill, sizes), quick, says_why, below_s).run()
+    return _with_uncalled(trials, candidate, may_fill)
 
 
 def _with_uncalled(trials: Trials, candidate: Candidate, may_fill: Callable[[Candidate], bool]) -> Candidate:
@@ -94,7 +94,7 @@ class _Search:
     moves: Moves
     quick: bool
     says_why: bool
-    below_s: float = math.inf  # of what surely takes so long, a quick search knows only that it fits
+    below_s: float = math.inf  # of what surely takes so long, a quick search knows no more
 
     def run(self) -> Candidate:
         resident = next((candidate for candidate in self.moves.resident() if self._fits(candidate)), None)
@@ -196,9 +196,7 @@ class _Search:
         if not self.trials.within(self.trials.guess(candidate)):
             return math.inf
         if self.below_s < math.inf and self.trials.least_s(candidate) >= self.below_s:
-            if found or self.trials.fits(candidate):
-                found.setdefault(candidate, math.inf)
-            return math.inf
+            return found.setdefault(candidate, math.inf)
         step_s = self.trials.step_s(candidate, below_s)
         if step_s < math.inf:
             found[candidate] = step_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,12 @@ class Trials:
         self._activations = ActivationBytes(self.space)
         self._standing = StandingBytes(self.space)
 
+    def anew(self) -> Trials:
+        """Nothing has been simulated; what is known of bytes and bounds stays."""
+        other = copy(self)
+        other.num_simulated, other.num_actions, other._step_s = 0, 0, {}
+        return other
+
     def may_fit(self, candidate: Candidate) -> bool:
         """The GPU and the host. The more is filled in there, the less is left for the disk: it is checked last."""
         if self.is_forbidden(candidate) or not self.host_fits(candidate):
@@ -85,9 +92,6 @@ class Trials:
     def needs(self, candidate: Candidate) -> Needs:
         passes = self._lowered(self.space.placed(candidate))
         return self._needs(passes, step_peaks(passes))
-
-    def fits(self, candidate: Candidate) -> bool:
-        return not self.is_forbidden(candidate) and self.within(self.needs(candidate))
 
     def peaks(self, candidate: Candidate) -> Peaks:
         return step_peaks(self._lowered(self.space.placed(candidate)))
