@@ -95,6 +95,8 @@ class SeveralGraphs:
     def plan_for_all(self) -> None:
         """Between two steps."""
         wanted, self._wanted_samples = self._wanted_samples, 0
+        if wanted:
+            gc.collect()  # outputs of a model that refer to themselves keep the graphs of the step before
         is_new = wanted > max(self._run.plan.num_samples, self._asked_samples)
         if is_new and self._run.admission is not None:
             self._asked_samples = wanted
