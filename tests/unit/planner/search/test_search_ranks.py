@@ -12,7 +12,7 @@ from hightide.doctor.known import load_machine
 from hightide.ir.block import ModelProfile
 from hightide.ir.machine import CollectiveRates, Links, Machine
 from hightide.ir.plan import GradientDtype, Sharing, Update
-from hightide.ir.tier import Tier
+from hightide.ir.tier import Lane, Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower.count_effects import base_bytes
 from hightide.planner.placement import Placement
@@ -112,7 +112,7 @@ def test_floors_know_the_lanes_between_ranks() -> None:
     alone = floors(found)
     for lane, seconds in alone.items():
         assert seconds <= found.step.step_s * 1.001, lane
-    assert alone[found.passes.last.lane(next(iter(found.passes.last.collectives)))[0].lane] > 0
+    assert found.passes.last.lane(Lane.GATHER) and alone[Lane.GATHER] > 0
 
 
 def test_shards_stay_inside_a_node_where_much_is_gathered_and_the_network_is_slow() -> None:
