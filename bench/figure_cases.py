@@ -387,10 +387,10 @@ FIRST = {group: ("doctor",) for group in ("w1", "w1-clip")}  # cases of a group 
 
 # One call of 9.5 minutes each, the most valuable first: the first three are what half an hour of a GPU is for.
 CALLS: tuple[tuple[str, ...], ...] = (
+    ("tests-gpu",),
+    ("w1-clip", "long", "eager"),
     ("qwen7", "kept"),
     ("train-8b", "trainer"),
-    ("w1-clip", "long", "eager"),
-    ("tests-gpu",),
     ("disk",),
     ("w1", "nccl", "1b"),
     ("disk-host", "w1-48"),
