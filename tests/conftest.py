@@ -15,11 +15,9 @@ import torch
 from hypothesis import settings
 
 import hightide.asked
-import hightide.posing
 import hightide.profiler.model.model_profile
 import hightide.wrapping
 from known_profiles import KnownProfiles
-from known_searches import KnownSearches
 
 TESTS = Path(__file__).resolve().parent
 
@@ -44,7 +42,6 @@ def _simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 PROFILED_EACH_TIME = {"profiler", "rehearsal", "project", "gpu"}  # folders of tests that are about profiles
-SEARCHED_EACH_TIME = {"faults", "project", "gpu"}  # folders of tests that interrupt or time whatever wraps
 _known_profiles = KnownProfiles(hightide.profiler.model.model_profile.profile_calls)
 
 
@@ -53,15 +50,6 @@ def _profiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if PROFILED_EACH_TIME.isdisjoint(request.path.relative_to(TESTS).parts):
         for module in (hightide.profiler.model.model_profile, hightide.wrapping):
             monkeypatch.setattr(module, "profile_calls", _known_profiles)
-
-
-_known_searches = KnownSearches(hightide.posing.search)
-
-
-@pytest.fixture(autouse=True)
-def _searched_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if SEARCHED_EACH_TIME.isdisjoint(request.path.relative_to(TESTS).parts):
-        monkeypatch.setattr(hightide.posing, "search", _known_searches)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
