@@ -25,6 +25,7 @@ from hightide.planner.predict.wear import parse_rating
 # What the tiny model of this command may have at most: a hundred times what makes sense.
 MAX_LAYERS, MAX_SIZE, MAX_TOKENS = 2048, 2**20, 2**28
 MAX_TEXT_BYTES, MAX_SAMPLE, MAX_NAME = 2**40, 2**20, 100
+MAX_STEPS, MAX_EPOCHS = 10**12, 10**6
 MAX_SETTINGS_BYTES = 64 * 1024  # real ones have a few hundred, and YAML is read slowly
 LEAST_VOCABULARY = 260  # bytes, and a few marks
 RENAMED = {  # what settings were called when tokens were bytes
@@ -249,6 +250,8 @@ class TrainConfig:
                 _at_least(1, getattr(self, name), name)
         if self.epochs is not None and not self.epochs > 0:
             raise ValueError(f"epochs={self.epochs} must be more than 0")
+        _at_most(MAX_EPOCHS, self.epochs or 0.0, "epochs")
+        _at_most(MAX_STEPS, self.steps or 0, "steps")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs:g} are both given; choose one")
         if self.calls is not None and self.data.sequences % self.calls:

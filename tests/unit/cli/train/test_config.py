@@ -94,6 +94,8 @@ def test_options_of_the_line_are_told_as_they_were_written(
         ("model: {path: folder}", r"a model without data.*--data"),
         ("steps: 3\nepochs: 2", r"steps=3 and epochs=2 are both given"),
         ("epochs: 0", r"epochs=0.0 must be more than 0"),
+        ("epochs: 1.0e+300", r"epochs=1e\+300 must be at most 1000000"),
+        ("steps: 1000000000001", r"steps=1000000000001 must be at most 1000000000000"),
         ("lora: many", r"--lora 'many' is not RANK"),
         ("calls: 3", r"calls=3 does not divide data.sequences=16"),
         ("eval: {share: 1.5}", r"eval.share=1.5 must be between 0 and 1"),
