@@ -120,7 +120,7 @@ def test_a_forward_with_the_weights_of_before(monkeypatch: pytest.MonkeyPatch) -
     def wrong(self: ChunkUpdates, chunk: int, *rest: Any) -> None:
         if not block_chunk(self, chunk):
             return apply(self, chunk, *rest)
-        weights = next(self._pieces(chunk))[1].master_values()
+        weights = self._whole(chunk, self._chunks.update_arrays(chunk)).master_values()
         if chunk in late:
             weights.copy_(late.pop(chunk))
             return apply(self, chunk, *rest)
