@@ -97,7 +97,8 @@ def open_regular(path: str | Path, what: str, follow: bool = True, folder: int |
         reason = error.strerror if isinstance(error, OSError) else error
         if not follow and isinstance(error, OSError) and error.errno == errno.ELOOP:
             reason = "it is a link, and those are not followed there"
-        raise ValueError(f"cannot read the {what} {shown(path)}: {reason}; name another file") from error
+        remedy = "; name another file" if folder is None else ""  # else nobody has named this one
+        raise ValueError(f"cannot read the {what} {shown(path)}: {reason}{remedy}") from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise ValueError(f"cannot read the {what} {shown(path)}: it is no regular file; name one that is")

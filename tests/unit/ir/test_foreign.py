@@ -61,8 +61,12 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="it is no regular file"):
             read_text(path, "plan")
     for path in (tmp_path / "absent", tmp_path / "nul\0"):
-        with pytest.raises(ValueError, match="cannot read the plan"):
+        with pytest.raises(ValueError, match=r"cannot read the plan .*; name another file$"):
             read_text(path, "plan")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(ValueError, match=r"cannot read the part absent: No such file or directory$"):
+        foreign.read_bytes("absent", "part", folder=folder)  # which nobody has named
+    os.close(folder)
 
 
 @pytest.mark.parametrize(
