@@ -106,12 +106,7 @@ def _meet(
     _met.add(watchman.own)
     watchman.own.beside, watchman.own.title = _met, f"model number {_num_made[members]} of these ranks"
     watchman.give_first_sign()
-    store.set(f"facts/{rank}", json.dumps(asdict(own)))
-    _wait_for_all(store, "facts", range(len(members)), rank, patience)
-    facts = [Facts(**json.loads(store.get(f"facts/{other}"))) for other in range(len(members))]
-    store.set(f"known/{rank}", "")
-    _wait_for_all(store, "known", range(len(members)), rank, patience)  # who raises may take the store with it
-    _check(facts)
+    facts = _facts_of_all(store, own, rank, len(members), patience)
     try:
         groups = make_groups(members, own.backend, patience)
     except RuntimeError as error:
@@ -258,6 +253,21 @@ def _check(facts: Sequence[Facts]) -> None:
                 "GPU of its own (LOCAL_RANK of torchrun does, or torch.cuda.set_device in each; a CUDA_VISIBLE_DEVICES "
                 "of one GPU must name another one in each), or initialise torch.distributed with gloo"
             )
+
+
+def _facts_of_all(store: dist.Store, own: Facts, rank: int, world: int, patience: Patience) -> list[Facts]:
+    """With which all ranks can go together; else each of them raises why not."""
+    store.set(f"facts/{rank}", json.dumps(asdict(own)))
+    _wait_for_all(store, "facts", range(world), rank, patience)
+    facts = [Facts(**json.loads(store.get(f"facts/{other}"))) for other in range(world)]
+    store.set(f"known/{rank}", "")
+    try:
+        _wait_for_all(store, "known", range(world), rank, patience)  # who raises may take the store with it
+    except dist.DistError:
+        _check(facts)  # which one has done already
+        raise
+    _check(facts)
+    return facts
 
 
 def _wait_for_all(store: dist.Store, what: str, members: Sequence[int], rank: int, patience: Patience) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from hightide.shard.meeting import ENVIRONMENT, Facts, _check, _nodes, _portion_of_cores, find_ranks
+from hightide.shard.meeting import ENVIRONMENT, Facts, _check, _facts_of_all, _nodes, _portion_of_cores, find_ranks
+from hightide.shard.patience import Patience
 from waiting import OwnThreads
 
 
@@ -104,3 +108,29 @@ def test_cores_are_divided_among_the_ranks_that_may_use_them() -> None:
     assert portions([(0, 1), (2, 3)], "aa") == [1.0, 1.0]
     assert portions([all_of_four, all_of_four], "ab") == [1.0, 1.0]
     assert portions([all_of_four, (0, 1)], "aa") == [0.75, 0.5]
+
+
+class StoreThatGoes:
+    """With the rank that has it, which has raised as soon as it knew enough."""
+
+    def __init__(self, other: Facts) -> None:
+        self._there = {"facts/0": json.dumps(asdict(other))}
+
+    def set(self, key: str, value: str) -> None:
+        self._there[key] = value
+
+    def get(self, key: str) -> str:
+        return self._there[key]
+
+    def check(self, keys: list[str]) -> bool:
+        if "known/0" in keys:
+            raise dist.DistNetworkError("Failed to recv, got 0 bytes")
+        return all(key in self._there for key in keys)
+
+
+def test_who_raises_first_may_take_the_store_with_it() -> None:
+    own = Facts("a", "1", "gloo", "")
+    with pytest.raises(ValueError, match=r"different backends \(rank 0 nccl, rank 1 gloo\)"):
+        _facts_of_all(StoreThatGoes(Facts("a", "1", "nccl", "gpu-0")), own, 1, 2, Patience())
+    with pytest.raises(dist.DistNetworkError):  # nothing is wrong but that it died
+        _facts_of_all(StoreThatGoes(own), own, 1, 2, Patience())
