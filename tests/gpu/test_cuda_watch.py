@@ -135,7 +135,7 @@ def test_the_watch_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
     silence_transformers(monkeypatch)
     monkeypatch.setattr(hightide.posing, "SMALL_NUMEL", 0)
     compared: list[Measured] = []
-    monkeypatch.setattr(Watch, "_compare", lambda self, measured: compared.append(measured))  # no replanning
+    monkeypatch.setattr(Watch, "_compared", lambda self, measured: compared.append(measured))  # no replanning
     model, batch = models.llama(mask=False)  # transformers asks the GPU about a mask
     limits = hightide.Limits(gpu=2 * GIB, host=8 * GIB)
     model, optimizer = hightide.wrap(model, adamw(model), batch, limits=limits, device="cuda")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -141,7 +141,8 @@ class Watch:
         if not self.is_watching or not self._is_alone or is_recording or not is_short(error):
             return False
         needed_bytes = error.used_bytes + error.requested_bytes - self._run.gpu.outside_bytes
-        self._ran_out = MemoryShortage(needed_bytes, self._run.executor.num_begun, self._widths.above(MOST_WIDER))
+        seen, supposed = self._widths.above(MOST_WIDER), self._widths.supposed(MOST_WIDER)
+        self._ran_out = MemoryShortage(needed_bytes, self._run.executor.num_begun, seen, supposed)
         if self._run.plan.update is Update.DEFERRED:
             error.add_note(
                 "The GPU's need was forecast too low. A loop that catches this, calls zero_grad() and goes on, does so "
@@ -260,6 +261,8 @@ class Watch:
             found = search(corrected.problem)
             check_room(self._run)
         except InfeasiblePlan as refusal:
+            if shortage.supposed:
+                return self._leaner(replace(shortage, supposed={}), must)
             message = f"{refusal}"
             if corrected.kept_free_bytes:
                 message += f"; {exactly(corrected.kept_free_bytes)} of it are kept free for what blocks do not explain"

@@ -541,3 +541,27 @@ def test_steps_are_timed_lane_by_lane(promised: None) -> None:
     assert watch.num_replans == ("Planned again" in told[0])
     assert run_of(model).lanes.streams.timing is False
     hightide.unwrap(model)
+
+
+class EndsWide(nn.Module):
+    """Layers that are alike, and one that is wider than all of them together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [256] * 6 + [1024]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16)) for width in widths
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.pow(2).mean()
+
+
+def test_what_comes_after_the_block_that_ran_out_is_taken_to_be_as_wide(halved: None) -> None:
+    """The pass is begun again once: it must not run out in a block that nobody had come to."""
+    model, batch = EndsWide(), torch.randn(64, 16)
+    model, watch, told = trained(model, batch, int(0.8 * whole_bytes(model, batch)), micro_batch=64)
+    assert watch.num_replans == len(told) == 1
+    hightide.unwrap(model)

@@ -33,6 +33,7 @@ class MemoryShortage:
     needed_bytes: int  # at least
     num_ticks: int  # of the pass, that had begun by then
     factors: Factors = field(default_factory=dict)  # above 1, of the kinds of calls that were looked at
+    supposed: Factors = field(default_factory=dict)  # of the others: see Widths.supposed
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,15 @@ def with_wider_blocks(problem: Problem, factors: Factors) -> Problem:
 def with_more_memory(problem: Problem, plan: Plan, shortage: MemoryShortage) -> Corrected:
     """For a shortage that is explained by the blocks that were looked at, and as far as it is not, by all of them
     alike. What they do not explain either is kept free on the GPU."""
-    seen = with_wider_blocks(problem, shortage.factors)
+    known = {**shortage.supposed, **shortage.factors}
+    seen = with_wider_blocks(problem, known)
     forecast, without = (
         _lowered_bytes(one, plan, shortage.num_ticks)
         for one in (seen, with_wider_blocks(problem, _nothing(problem.profile)))
     )
     inside = forecast - without
     common = max(1.0, min(MOST_FACTOR, (shortage.needed_bytes - without) / inside)) if inside else 1.0
-    factors = {kind: common * shortage.factors.get(kind, 1.0) for kind in _nothing(problem.profile)}
+    factors = {kind: common * known.get(kind, 1.0) for kind in _nothing(problem.profile)}
     margined = {kind: factor * MARGIN for kind, factor in factors.items() if factor > 1}
     wider = with_wider_blocks(problem, margined)
     rest = max(0, shortage.needed_bytes - _lowered_bytes(wider, plan, shortage.num_ticks))
@@ -108,10 +110,21 @@ class Widths:
 
     def above(self, most: float) -> Factors:
         """Of the kinds that took more than `most` times what was forecast for them."""
+        return {kind: factor for kind, factor in self._factors().items() if factor > most}
+
+    def supposed(self, most: float) -> Factors:
+        """Of the kinds that nobody has looked at, because the pass has ended before them: what the narrowest of the
+        others took. A forecast that is wrong for everything so far is hardly right for what comes."""
+        factors = self._factors()
+        least = min(factors.values(), default=1.0)
+        kinds = {need.kind for need in self._needs.values()}
+        return dict.fromkeys(kinds - factors.keys(), least) if least > most else {}
+
+    def _factors(self) -> dict[int, float]:
         factors: dict[int, float] = {}
         for (kind, _), seen in self._seen.items():
             factors[kind] = max(factors.get(kind, 0.0), median_low(seen))
-        return {kind: factor for kind, factor in factors.items() if factor > most}
+        return factors
 
 
 def forward_needs(solution: Solution) -> dict[int, ForwardNeed]:
