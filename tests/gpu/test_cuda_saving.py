@@ -16,8 +16,8 @@ import models
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.runtime import run_values as run_module
+from hightide.runtime.saving.copy_buffers import CopyBuffer, CopyStage
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
-from hightide.runtime.saving.kept import CopyBuffer, CopyStage
 from hightide.stores.pinned import PinnedArena
 from unit.runtime.saving.readers import Case, Reader, Training, assert_same_bits, with_spare
 

@@ -117,7 +117,7 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_attention_without_dropout_is_repeated_without_regard_to_random_numbers(graphs: Graphs, dropout: float) -> None:
-    """See [Note: attention draws nothing] in blocks/undrawn.py. What draws is repeated with the numbers of its
+    """See [Note: attention draws nothing] in blocks/compiled.py. What draws is repeated with the numbers of its
     forward."""
     forwards = compiled.CompiledForwards(enabled=True)
     block = Attends(dropout)

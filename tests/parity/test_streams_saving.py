@@ -18,8 +18,8 @@ from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime import run_values as run_module
+from hightide.runtime.saving.copy_buffers import CopyStage, Kept
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
-from hightide.runtime.saving.kept import CopyStage, Kept
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.surgery import run_of
 from hightide.stores.ticket import Ticket

@@ -44,7 +44,7 @@ from hightide.runtime.chunks import moving
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.lanes import lanes as lanes_module
 from hightide.runtime.lanes.lanes import BETWEEN_RANKS, UPDATER, Lanes
-from hightide.runtime.schedule.lane_work import nothing
+from hightide.runtime.schedule.in_flight import nothing
 from hightide.runtime.surgery import run_of
 from hightide.shard import meeting
 from hightide.shard.patience import Patience

@@ -12,7 +12,7 @@ from hightide.checkpoint.files.tensor_layout import Entry, header
 from hightide.checkpoint.fitting import OPTIMIZER, StateKey
 from hightide.checkpoint.shards import ModelOrder, files_of, in_order, index_of
 from hightide.integrations.model_files import MODEL, ModelFiles, Named, Written
-from hightide.runtime.saving.saved_tensor import PARAM, SavedTensor
+from hightide.runtime.saving.tiles import PARAM, SavedTensor
 
 
 class FilePlace(NamedTuple):

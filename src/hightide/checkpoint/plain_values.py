@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hightide.checkpoint.training import STEP, is_value, names_of
-from hightide.runtime.saving.saved_tensor import PARAM, SaveCost, SavedTensor
-from hightide.runtime.saving.tiles import Wanted
+from hightide.runtime.saving.tiles import PARAM, SaveCost, SavedTensor, Wanted
 
 PART_BYTES = 16 * 1024**2
 

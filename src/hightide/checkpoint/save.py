@@ -38,7 +38,7 @@ from hightide.ir.units import format_bytes
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.process.interrupts import deferred
 from hightide.runtime.run import Run
-from hightide.runtime.saving.saved_tensor import PARAM
+from hightide.runtime.saving.tiles import PARAM
 from hightide.shard.collectives import Collectives
 
 BESIDE_A_STEP = (

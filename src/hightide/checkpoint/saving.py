@@ -25,7 +25,7 @@ from hightide.ir.refusal import Refused
 from hightide.planner.predict.save_forecast import SaveForecast
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
-from hightide.runtime.saving.saved_tensor import SaveCost
+from hightide.runtime.saving.tiles import SaveCost
 from hightide.stores.threads import background
 
 THREAD = "hightide-save"  # writes a checkpoint while training goes on

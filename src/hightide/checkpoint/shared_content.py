@@ -29,8 +29,8 @@ from hightide.checkpoint.ranked_training import places_of
 from hightide.checkpoint.saving import Abandoned, Saving
 from hightide.checkpoint.writing import Content
 from hightide.integrations.model_files import Written
-from hightide.runtime.saving.saved_tensor import PARAM
 from hightide.runtime.saving.snapshot import Snapshot
+from hightide.runtime.saving.tiles import PARAM
 from hightide.shard.agreement import of_each
 from hightide.shard.collectives import Collectives
 from hightide.shard.communicators import SAVE

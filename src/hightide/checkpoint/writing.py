@@ -24,7 +24,7 @@ from hightide.ir import codec
 from hightide.ir.foreign import shown
 from hightide.ir.plan import Plan
 from hightide.process.interrupts import safe_point
-from hightide.runtime.saving.saved_tensor import PARAM, SaveCost, SavedTensor
+from hightide.runtime.saving.tiles import PARAM, SaveCost, SavedTensor
 
 _told: set[Path] = set()  # folders that have checkpoints of later steps
 

@@ -30,7 +30,7 @@ from hightide.runtime.gradients.factors import Factor, HostNumber
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.lanes.update_threads import UpdateThreads
 from hightide.runtime.same_acts import Acts
-from hightide.runtime.schedule.lane_work import LaneWork
+from hightide.runtime.schedule.in_flight import LaneWork
 from hightide.stores.array import Array
 
 BROKEN_PROMISE = (

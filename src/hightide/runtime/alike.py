@@ -1,21 +1,28 @@
-"""Ranks of one model begin with the same values, as with DDP: those of the first. What a node has they share."""
+"""Ranks of one model begin with the same values, as with DDP: those of the first. What a node has they share, and a
+watchman asks each about its lanes."""
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from hightide.ir.tier import Lane
 from hightide.process.system import usable_cores
 from hightide.runtime.lanes.lanes import CORES_FOR_OTHERS, Lanes
+from hightide.runtime.schedule.in_flight import InFlight
 from hightide.shard.collectives import Collectives
-from hightide.shard.communicators import AT_LAST_S, NCCL
+from hightide.shard.communicators import ACROSS, AT_LAST_S, GATHER, NCCL, REDUCE, STEP
+from hightide.shard.own_rank import Standing
 from hightide.shard.ranks import Ranks
+from hightide.shard.watchman import Watchman
 
 TILE_BYTES = 2**20  # that travel at once
+ISSUED_ON = {Lane.GATHER: (GATHER,), Lane.REDUCE: (REDUCE, ACROSS, STEP)}  # by a lane's thread
 
 
 def begin_alike(collectives: Collectives, model: nn.Module, from_files: Collection[str]) -> None:
@@ -97,3 +104,26 @@ def lanes_of(ranks: Ranks, gpu: torch.device | None, in_turn: bool = True) -> La
     )
     ranks.ends_first(lanes.end)
     return lanes
+
+
+def is_watched_by(watchman: Watchman, flight: InFlight) -> None:
+    """Answers to what the watchman asks about this rank. Its threads must not keep a run alive."""
+    watchman.own.owes_others = _owes_others(weakref.ref(flight))
+    watchman.own.standing = _standing(weakref.ref(flight))
+
+
+def _owes_others(flight: weakref.ref[InFlight]) -> Callable[[], bool]:
+    return lambda: (found := flight()) is None or found.lanes.owes_others
+
+
+def _standing(flight: weakref.ref[InFlight]) -> Callable[[], Standing | None]:
+    def look() -> Standing | None:
+        if (found := flight()) is None:
+            return None
+        is_idle, at_work, num_taken = found.lanes.standing()
+        at_others = tuple(ISSUED_ON[lane] for lane in at_work)
+        return Standing(
+            found.is_waiting, is_idle, at_others, num_taken + found.num_waits, found.lanes.streams.are_on_gpu
+        )
+
+    return look

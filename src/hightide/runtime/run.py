@@ -20,7 +20,7 @@ from hightide.process.interrupts import deferred, uninterrupted
 from hightide.process.progress import tell
 from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.profiler.switches.caches import Caches
-from hightide.runtime.alike import begin_alike, drawing_alike, keep_alike, lanes_of
+from hightide.runtime.alike import begin_alike, drawing_alike, is_watched_by, keep_alike, lanes_of
 from hightide.runtime.before import Before, move_buffers
 from hightide.runtime.blocks import rng
 from hightide.runtime.blocks.autocast import Autocast
@@ -47,7 +47,6 @@ from hightide.runtime.same_acts import Acts
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
-from hightide.runtime.standing import is_watched_by
 from hightide.runtime.step_work import StepWork
 from hightide.runtime.surroundings import Surroundings
 from hightide.runtime.tables.host_embedding import HostEmbedding

@@ -12,6 +12,7 @@ from torch import Tensor
 from hightide.ir.limits import DiskLimit
 from hightide.ir.refusal import Refused
 from hightide.ir.save_sizes import NUM_STAGED, SMALL_TILE_BYTES, TILE_BYTES
+from hightide.ir.tier import Tier
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import deferred, safe_point, uninterrupted
 from hightide.runtime.chunks.between_ranks import BetweenRanks
@@ -23,7 +24,6 @@ from hightide.runtime.same_acts import Acts
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.saving.tiles import Wanted, saved_tensors, tiles_of
-from hightide.runtime.saving.written import WrittenSince
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
@@ -179,3 +179,20 @@ def alone(value: Tensor) -> Tensor:
     assert value.is_contiguous()
     memory = (ctypes.c_uint8 * value.nbytes).from_address(value.data_ptr())
     return torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
+
+
+class WrittenSince:
+    def __init__(self, chunks: Chunks) -> None:
+        """Looks for writes to parameters on the GPU that no update and nothing of hightide's tells, since now."""
+        self._chunks = chunks
+        self._keys = {
+            spec.index: [entry.param for entry in spec.params]
+            for spec in chunks.specs
+            if chunks.home(spec.index).store.tier is Tier.GPU
+        }
+        self._before = {chunk: chunks.writes(keys) for chunk, keys in self._keys.items()}
+
+    def __call__(self, chunk: int) -> str | None:
+        """A parameter of this chunk that was."""
+        now, before = self._chunks.writes(self._keys.get(chunk, ())), self._before.get(chunk, {})
+        return next((key for key, number in now.items() if before.get(key, number) != number), None)

@@ -30,8 +30,7 @@ from hightide.runtime.guards.first_look import BlockState
 from hightide.runtime.guards.transforms import once
 from hightide.runtime.guards.unseen import refuse_leading_outside, refuse_second_time
 from hightide.runtime.waiting.activations import FREED
-from hightide.runtime.waiting.held import Held, Holding, address_of
-from hightide.runtime.waiting.inputs_here import InputsHere
+from hightide.runtime.waiting.held import Held, Holding, InputsHere, address_of
 
 if TYPE_CHECKING:
     from hightide.runtime.blocks.block_runner import BlockRunner

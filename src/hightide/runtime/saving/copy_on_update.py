@@ -29,10 +29,8 @@ from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
 from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.lanes.lanes import Lanes
-from hightide.runtime.saving.copy_buffers import CopyBuffers
-from hightide.runtime.saving.kept import CopyBuffer, CopyStage, Kept
-from hightide.runtime.saving.saved_tensor import SaveCost
-from hightide.runtime.saving.tiles import Tile
+from hightide.runtime.saving.copy_buffers import CopyBuffer, CopyBuffers, CopyStage, Kept
+from hightide.runtime.saving.tiles import SaveCost, Tile
 from hightide.stores.host_arena import HostArena
 from hightide.stores.ticket import LOOK_S, Ticket
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from hightide.ir.tier import Lane
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
-from hightide.runtime.saving.saved_tensor import SaveCost, SavedTensor
-from hightide.runtime.saving.tiles import Tile
+from hightide.runtime.saving.tiles import SaveCost, SavedTensor, Tile
 
 
 class Snapshot:

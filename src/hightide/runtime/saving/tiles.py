@@ -1,17 +1,44 @@
-"""The arrays of chunks, cut into tiles: what is copied at once, and handed out in parts of tensors."""
+"""The arrays of chunks, cut into tiles: what is copied at once, and handed out in parts of the tensors of a save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
+
+import torch
 
 from hightide.ir.chunk import ALIGN_NUMEL, ParamRange
 from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import UpdateArrays
-from hightide.runtime.saving.saved_tensor import PARAM, SavedTensor
 from hightide.stores.array import Array
+
+PARAM = "param"
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole logical tensor: a parameter, or one of the arrays that its updates keep."""
+
+    key: str  # of the parameter
+    kind: str  # PARAM, or the name of a state
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """To training, so far."""
+
+    waited_s: float = 0.0  # in which updates, or others who change values, have waited for the reader
+    copied_bytes: int = 0  # that went aside first, because they were about to change or to be read from elsewhere
+
 
 Wanted = Callable[[str, str], bool]  # of a parameter's key, and PARAM or the name of a state
 

@@ -16,8 +16,7 @@ from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.gradients.ranked_gradients import RankedGradients
-from hightide.runtime.schedule.in_flight import InFlight
-from hightide.runtime.schedule.lane_work import LaneWork
+from hightide.runtime.schedule.in_flight import InFlight, LaneWork
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.schedule.program import Pass
 from hightide.stores.ticket import Ticket

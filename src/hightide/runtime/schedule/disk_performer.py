@@ -12,7 +12,7 @@ from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import DiskHomes, UpdateArrays
 from hightide.runtime.chunks.rings import BufferContent
 from hightide.runtime.gradients.gradients import Gradients
-from hightide.runtime.schedule.lane_work import LaneWork
+from hightide.runtime.schedule.in_flight import LaneWork
 from hightide.stores.array import Array
 from hightide.stores.ticket import Fence
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from hightide.ir.action import ActionKey
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.stores.ticket import Ticket
+
+LaneWork = Callable[[], object]  # what an action leaves for its lane; a number that it returns is of bytes moved
+
+
+def nothing() -> None:
+    """An action that the model's path through this pass made unnecessary."""
 
 
 class Tickets:

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from hightide.ir.action import Action, ActionKey, Op
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.residency import Residency
-from hightide.runtime.schedule.in_flight import InFlight
-from hightide.runtime.schedule.lane_work import LaneWork, nothing
+from hightide.runtime.schedule.in_flight import InFlight, LaneWork, nothing
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.schedule.program import Pass, Program
 from hightide.stores.ticket import Ticket

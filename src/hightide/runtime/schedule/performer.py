@@ -17,7 +17,7 @@ from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.gradients.ranked_gradients import RankedGradients
 from hightide.runtime.schedule.disk_performer import DiskPerformer
-from hightide.runtime.schedule.lane_work import LaneWork, nothing
+from hightide.runtime.schedule.in_flight import LaneWork, nothing
 from hightide.runtime.schedule.update_performer import UpdatePerformer
 from hightide.runtime.tables.row_sums import Share
 from hightide.runtime.waiting.activations import Stashes

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 
 from hightide.ir.action import TICK_OPS, Action, ActionKey, Mode, Op, Place, Schedule
 from hightide.ir.tier import Lane
-from hightide.runtime.schedule.lane_work import LaneWork
+from hightide.runtime.schedule.in_flight import LaneWork
 from hightide.runtime.waiting.activations import Stash
 from hightide.stores.ticket import Ticket
 

@@ -5,14 +5,41 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.schedule.disk_performer import DiskPerformer
-from hightide.runtime.schedule.lane_work import LaneWork, nothing
-from hightide.runtime.schedule.updates import Updates
+from hightide.runtime.schedule.in_flight import LaneWork, nothing
 from hightide.runtime.tables.row_sums import Share
+
+
+class Updates(Protocol):
+    """The optimizer's side of an UPDATE: how the runtime asks for it."""
+
+    @property
+    def kernel(self) -> str:
+        """What computes updates on the host: "c" or "torch"."""
+
+    @property
+    def moment(self) -> tuple[int, bool]:
+        """Number of steps so far, and whether updates of one were issued that has not ended."""
+
+    def prepare(self, chunk: int, in_parts: bool) -> tuple[LaneWork, LaneWork | None] | None:
+        """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
+        do. `in_parts`: the second may be left for later, and must be done then; else there is none. See [Note: states
+        later] in optim/chunk_updates.py."""
+
+    def begin_saving(self) -> Callable[[str], bool]:
+        """What users have written to copies of states goes to its place. Returns what tells whether a parameter has
+        states. Refuses where a part of a step's updates has run."""
+
+    def move_to(self, chunks: Chunks) -> None:
+        """Where the states are now."""
+
+    def close(self) -> None:
+        """Lets go of the stores' memory: the optimizer may be around for longer."""
 
 
 class UpdatePerformer:

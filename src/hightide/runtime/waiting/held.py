@@ -1,4 +1,4 @@
-"""Tensors that one call of a block has computed and holds for its backward.
+"""Tensors that one call of a block has computed and holds for its backward, and its inputs that stay on the GPU.
 
 [Note: kept graphs and slots] A graph that is kept saves views of the slot that its weights were in, and the slot holds
 another block's weights by the time backward comes: wrong numbers, with no version error. So a saved tensor that lies
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -270,3 +270,28 @@ def outlive_slots(
         return view
 
     return saved_tensors_hooks(pack, unpack)
+
+
+class InputsHere:
+    """Inputs of a call that wait for its backward on the GPU. In the place of autograd, which would not let go of one
+    before its backward."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._versions = [tensor._version for tensor in tensors]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Self | None:
+        """None: autograd has to save them. Somebody has a say in that, or it refuses them."""
+        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        return None if has_hooks or any(tensor.is_inference() for tensor in tensors) else cls(tensors)
+
+    def keep_only(self, which: Sequence[bool]) -> None:
+        self.tensors = [tensor for tensor, stays in zip(self.tensors, which, strict=True) if stays]
+        self._versions = [version for version, stays in zip(self._versions, which, strict=True) if stays]
+
+    def checked(self) -> list[Tensor]:
+        for tensor, version in zip(self.tensors, self._versions, strict=True):
+            if tensor._version != version:
+                raise Refused(MODIFIED.format(shape=tuple(tensor.shape)))
+        return self.tensors

@@ -17,8 +17,8 @@ from hightide.ir.plan import Plan
 from hightide.planner.predict.peaks import peaks
 from hightide.planner.solution import Solution
 from hightide.runtime.run import Run
-from hightide.runtime.saving.saved_tensor import PARAM, SavedTensor
 from hightide.runtime.saving.snapshot import Snapshot
+from hightide.runtime.saving.tiles import PARAM, SavedTensor
 from hightide.runtime.surgery import run_of
 
 Values = dict[tuple[str, str], Tensor]  # by parameter and kind

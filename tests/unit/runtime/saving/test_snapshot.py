@@ -22,7 +22,7 @@ from each_value import each_value
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime import run_values as run_module
 from hightide.runtime.lanes import thread_lives
-from hightide.runtime.saving.saved_tensor import PARAM
+from hightide.runtime.saving.tiles import PARAM
 
 STEPS_BEFORE, STEPS_BESIDE = 2, 3
 PLENTY, LITTLE, NONE = 2**22, 6 * 1024, 0

@@ -25,8 +25,8 @@ from hightide.ir.tier import Lane, Tier
 from hightide.planner.solution import Solution
 from hightide.report.page import timeline_html
 from hightide.runtime import run_values as run_module
-from hightide.runtime.saving.saved_tensor import PARAM
 from hightide.runtime.saving.snapshot import Snapshot
+from hightide.runtime.saving.tiles import PARAM
 from hightide.stores.ticket import Ticket
 
 PLENTY, NONE = 2**22, 0

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from hightide.ir.tier import Lane
+from hightide.runtime.alike import is_watched_by
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.schedule.in_flight import InFlight
-from hightide.runtime.standing import is_watched_by
 from hightide.shard.communicators import GATHER, REDUCE
 from hightide.shard.own_rank import Standing
 from hightide.shard.patience import Patience
