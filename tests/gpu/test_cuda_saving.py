@@ -19,7 +19,7 @@ from hightide.runtime import run_values as run_module
 from hightide.runtime.saving.copy_buffers import CopyBuffer, CopyStage
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.stores.pinned import PinnedArena
-from unit.runtime.saving.readers import Case, Reader, Training, assert_same_bits, with_spare
+from snapshot_readers import Case, Reader, Training, assert_same_bits, with_spare
 
 pytestmark = pytest.mark.gpu
 

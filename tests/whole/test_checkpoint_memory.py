@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hightide.checkpoint.files.checked import NUM_AHEAD
-from hightide.checkpoint.files.verified import PART_BYTES
+from hightide.checkpoint.files.checked import NUM_AHEAD, PART_BYTES
 from hightide.ir.save_sizes import NUM_BLOCKS
 from resident_memory import reported
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from hightide.checkpoint.choosing import chosen
 from hightide.checkpoint.files import folder as folders
-from hightide.checkpoint.files.checked import DamagedFile
+from hightide.checkpoint.files.checked import DamagedFile, Needed, all_of, verified_parts
 from hightide.checkpoint.files.folder import GoneCheckpoint, held
-from hightide.checkpoint.files.verified import Needed, all_of, verified_parts
 from hightide.checkpoint.fitting import OPTIMIZER, Checkpoint, StateKey, Targets, check_optimizer, targets_of
 from hightide.checkpoint.places import Places, PlainPlaces, RunPlaces
 from hightide.checkpoint.ranked_training import set_own_state

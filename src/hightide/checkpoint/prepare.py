@@ -1,4 +1,11 @@
-"""`hightide.prepare_saves`: what a save will need is there before the first one."""
+"""`hightide.prepare_saves`: what a save will need is there before the first one.
+
+[Note: memory ahead] The first use of memory is slow (the system zeroes its pages), and so is pinning what values leave
+the GPU for: some seconds for every 10 GB, in which updates would wait for the first save of a process. So it is done
+beforehand, by a thread of its own beside training, piece by piece. CUDA may hold up whoever calls it while it registers
+memory: pieces are small, their pages are real by then, and after each there is a pause as long as it took; the GPU has
+work queued for longer than that. A save that begins meanwhile finds what is there, and takes part.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +27,6 @@ from hightide.ir.save_sizes import BLOCK_BYTES, NUM_STAGED, TILE_BYTES
 from hightide.planner.predict.save_forecast import SaveForecast
 from hightide.planner.solution import Searched
 from hightide.runtime.run import Run
-from hightide.runtime.saving.save_memory import make_ready
 from hightide.stores.disk_file import DiskFile, PageBuffer, open_disk_file
 from hightide.stores.host_arena import HostArena
 from hightide.stores.threads import background
@@ -32,6 +38,8 @@ TRY_S = 0.5  # and no longer than that,
 HANGS_S = 10.0  # unless a write hangs: then its speed is not known
 NUM_WRITERS = 4
 JOIN_TIMEOUT_S = 10.0
+PIN_BYTES = 2**25  # at a time: two tiles
+MOST_PAUSE_S = 0.1
 
 _begun: weakref.WeakSet[HostArena] = weakref.WeakSet()
 
@@ -78,7 +86,7 @@ def _get_memory(run: Run, told: SaveForecast | None) -> None:
     pinned_bytes += staged_bytes if leaves else 0
     num_bytes = host.spare_bytes if told is None else told.host_bytes
     over = threading.Event()
-    work = partial(make_ready, weakref.ref(host), pinned_bytes, num_bytes, over)
+    work = partial(_make_ready, weakref.ref(host), pinned_bytes, num_bytes, over)
     thread = background(THREAD, work)
     # Joined: a thread that Python ends in the middle of a torch operation aborts the process.
     weakref.finalize(host, over.set).atexit = False
@@ -151,3 +159,14 @@ def _written_per_s(file: DiskFile) -> float:
     if failed:
         raise failed[0]
     return written / (time.monotonic() - began_s)
+
+
+def _make_ready(arena: weakref.ref[HostArena], pinned_bytes: int, num_bytes: int, over: threading.Event) -> None:
+    """`pinned_bytes` of the `num_bytes` that a save takes. Ends early if memory is needed otherwise, the run ends, or
+    it is `over`."""
+    while not over.is_set() and (host := arena()) is not None:
+        began_s = time.monotonic()
+        if not host.pin_spare(pinned_bytes, PIN_BYTES) and not host.make_ready(num_bytes):
+            return
+        del host  # nobody keeps it alive during a pause
+        over.wait(min(MOST_PAUSE_S, time.monotonic() - began_s))

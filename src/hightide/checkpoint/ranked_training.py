@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from hightide.checkpoint.extra import from_plain, to_plain
-from hightide.checkpoint.file_places import FilePlaces
-from hightide.checkpoint.generators import generator_states, seed_generators, set_generator_states
 from hightide.checkpoint.saving import Saving
-from hightide.checkpoint.training import OfRank, Training
+from hightide.checkpoint.shards import FilePlaces
+from hightide.checkpoint.training import OfRank, Training, generator_states, seed_generators, set_generator_states
 from hightide.checkpoint.writing import Content
 from hightide.integrations.model_files import Named
 from hightide.runtime.run import Run

@@ -12,23 +12,22 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hightide.checkpoint.files.keeping import check_keeping
 from hightide.checkpoint.files.names import check_step, step_name, trainer_name
 from hightide.checkpoint.load import pair_of
-from hightide.checkpoint.plain_values import PlainValues
 from hightide.checkpoint.ranked_training import Prepared, own_state, prepared_by_all
 from hightide.checkpoint.saving import OnError, Saving, await_turn
 from hightide.checkpoint.shared_content import SharedContent
-from hightide.checkpoint.training import TRAINING, OfRank, Training, taken, to_files
+from hightide.checkpoint.training import STEP, TRAINING, OfRank, Training, is_value, names_of, taken, to_files
 from hightide.checkpoint.writing import Content, SavedValues
 from hightide.integrations.model_files import model_files, tensors_of
 from hightide.ir.foreign import user_path
@@ -38,9 +37,10 @@ from hightide.ir.units import format_bytes
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.process.interrupts import deferred
 from hightide.runtime.run import Run
-from hightide.runtime.saving.tiles import PARAM
+from hightide.runtime.saving.tiles import PARAM, SaveCost, SavedTensor, Wanted
 from hightide.shard.collectives import Collectives
 
+PART_BYTES = 16 * 1024**2  # of plain values, handed out at once
 BESIDE_A_STEP = (
     "another thread makes a step while the values for a checkpoint are taken: call hightide.save in the thread that "
     "trains, after step(). It is written beside training anyway"
@@ -292,3 +292,37 @@ def _described(plan: Plan) -> str:
     disk = f", {format_bytes(plan.disk_limit_bytes)} disk" if plan.uses_disk else ""
     limits = f"{format_bytes(plan.gpu_limit_bytes)} GPU, {format_bytes(plan.host_limit_bytes)} host{disk}"
     return f"{limits}, micro-batch {plan.micro_batch}, {plan.update.value}"
+
+
+class PlainValues:
+    """Of a plain PyTorch pair, handed out as by a run's snapshot. Nobody watches its updates: it is read at once."""
+
+    cost = SaveCost()
+    lend = None  # no limit counts here
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, wanted: Wanted) -> None:
+        names = names_of(model)
+        found = [(name, PARAM, param.data) for name, param in model.named_parameters()]
+        for param, state in ({} if optimizer is None else optimizer.state).items():
+            if id(param) in names:
+                found += [
+                    (names[id(param)], kind, value)
+                    for kind, value in state.items()
+                    if kind != STEP and is_value(param, value)
+                ]
+        self._found = [
+            (SavedTensor(key, kind, value.dtype, tuple(value.shape)), value)
+            for key, kind, value in found
+            if wanted(key, kind)
+        ]
+        self.tensors = tuple(tensor for tensor, _ in self._found)
+
+    def tiles(self) -> Iterator[tuple[Sequence[tuple[SavedTensor, int, Tensor]], Callable[[], object]]]:
+        for tensor, value in self._found:
+            flat, first = value.detach().resolve_conj().resolve_neg().contiguous().view(-1), 0
+            for part in flat.split(max(1, PART_BYTES // value.dtype.itemsize)) or (flat,):
+                yield [(tensor, first, part.cpu())], lambda: None
+                first += len(part)
+
+    def close(self) -> None:
+        self._found = []

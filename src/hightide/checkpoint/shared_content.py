@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hightide.checkpoint.file_places import FilePlace, FilePlaces
 from hightide.checkpoint.files.shared_file import joined_sums
 from hightide.checkpoint.files.shared_folder import SharedFolder
 from hightide.checkpoint.files.writer import CheckpointWriter
 from hightide.checkpoint.ranked_training import places_of
 from hightide.checkpoint.saving import Abandoned, Saving
+from hightide.checkpoint.shards import FilePlace, FilePlaces
 from hightide.checkpoint.writing import Content
 from hightide.integrations.model_files import Written
 from hightide.runtime.saving.snapshot import Snapshot

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hightide.checkpoint.choosing import chosen
-from hightide.checkpoint.files.checked import DamagedFile
+from hightide.checkpoint.files.checked import DamagedFile, verified_tensors
 from hightide.checkpoint.files.folder import held, refusal
-from hightide.checkpoint.files.verified import verified_tensors
 from hightide.checkpoint.fitting import OF_MASTERS, OPTIMIZER, Checkpoint, StateKey
 from hightide.checkpoint.training import STEP, Group, OptimizerState
 from hightide.ir.foreign import kind_of, shown, user_path

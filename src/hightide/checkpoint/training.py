@@ -1,9 +1,12 @@
 """Where training is: what a checkpoint has beside values of parameters and states. All of it is small, and is taken at
-the moment of the call."""
+the moment of the call. The states of all random number generators that a loop draws from are part of it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +17,8 @@ from torch import Tensor, nn
 
 from hightide.checkpoint.extra import from_plain, to_plain
 from hightide.checkpoint.files import folder
-from hightide.checkpoint.files.checked import DamagedFile
+from hightide.checkpoint.files.checked import DamagedFile, verified_bytes, verified_tensors
 from hightide.checkpoint.files.manifest import Manifest
-from hightide.checkpoint.files.verified import verified_bytes, verified_tensors
-from hightide.checkpoint.generators import generator_states
 from hightide.integrations.model_files import first_names, tensors_of
 from hightide.ir.foreign import decoded, parse_json, quoted, shown
 from hightide.ir.plan import Plan
@@ -239,3 +240,36 @@ def _training(content: Mapping[str, Any], extra: Any, rank_extras: Any) -> Train
     )
     passes, states = int(content["passes"]), dict(content["state"])
     return Training(int(content["step"]), extra, state, dict(content["random"]), passes, states, ranks)
+
+
+def generator_states() -> dict[str, Any]:
+    """Of torch on the CPU and on every GPU that is in use, of Python, and of numpy where somebody uses it."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+    return states
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    """Those that there are here. A GPU more or less than at the save keeps its own."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if torch.cuda.is_available():
+        for index, state in enumerate(states.get("cuda", ())[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, index)
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+
+
+def seed_generators(states: dict[str, Any], rank: int) -> None:
+    """Of a rank that was not there at the save: from the first one's states, and its own number. Always the same."""
+    content = states["torch"].numpy().tobytes() + repr(states["python"]).encode() + f"/{rank}".encode()
+    digest = hashlib.sha256(content).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    random.seed(digest)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(int.from_bytes(digest[8:12], "little"))

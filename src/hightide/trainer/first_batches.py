@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from hightide.checkpoint.generators import generator_states, set_generator_states
+from hightide.checkpoint.training import generator_states, set_generator_states
 
 _END = object()
 

@@ -1,4 +1,5 @@
-"""Files of a checkpoint, read with their sums: no byte is handed out before its piece is what was written."""
+"""Files of a checkpoint, read with their sums, once and from front to back: no byte is handed out before its piece is
+what was written."""
 
 from __future__ import annotations
 
@@ -6,18 +7,26 @@ import os
 import threading
 import zlib
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from hightide.checkpoint.files.manifest import FileSums, Manifest
 from hightide.ir.foreign import open_regular
+from hightide.loading.tensor_file import StoredTensor
+from hightide.stores.disk_file import memory_at
 from hightide.stores.threads import background
 
 WHAT = "file of a checkpoint"
 READ_BYTES = 8 * 1024**2  # at once
+PART_BYTES = 16 * 1024**2  # of a tensor, handed out at once
 NUM_AHEAD = 3
 THREAD = "hightide-load"
+
+Needed = Callable[[StoredTensor], range]  # which elements of it
 
 
 class DamagedFile(ValueError):
@@ -144,3 +153,49 @@ def _wrong_piece(file: FileSums, piece_bytes: int, index: int, sum_: int, left_b
     if left_bytes:
         return f"{where} ends {left_bytes} bytes too early"
     return f"{where} has the sum {sum_:08x}, it was written with {file.crc32[index]:08x}"
+
+
+def all_of(tensor: StoredTensor) -> range:
+    return range(tensor.num_bytes // tensor.dtype.itemsize)
+
+
+def verified_parts(
+    path: Path, manifest: Manifest, name: str, tensors: Sequence[StoredTensor], needed: Needed = all_of
+) -> Iterator[tuple[StoredTensor, int, Tensor]]:
+    """(tensor, number of the first element, elements as a flat tensor that the next part overwrites). A tensor without
+    elements comes too. Of those that are `needed` the pieces are read, and that of the header. Raises DamagedFile."""
+    ordered = [(one, needed(one)) for one in sorted(tensors, key=lambda one: (one.offset, one.num_bytes))]
+    places = [
+        range(one.offset + elements.start * one.dtype.itemsize, one.offset + elements.stop * one.dtype.itemsize)
+        for one, elements in ordered
+    ]
+    buffer = torch.empty(min(PART_BYTES, max(map(len, places), default=0)), dtype=torch.uint8)
+    pieces = {0} | {
+        number
+        for place in places
+        if place
+        for number in range(place.start // manifest.piece_bytes, (place.stop - 1) // manifest.piece_bytes + 1)
+    }
+    with CheckedFile(path, manifest, name, pieces if manifest.file(name).num_bytes else ()) as file:
+        file.read_into(0, memoryview(bytearray(min(1, manifest.file(name).num_bytes))))
+        for (tensor, elements), place in zip(ordered, places, strict=True):
+            for start in range(0, max(1, len(place)), PART_BYTES):
+                part = buffer[: len(place) - start]
+                file.read_into(place.start + start, memory_at(part.data_ptr(), part.nbytes))
+                yield tensor, elements.start + start // tensor.dtype.itemsize, part.view(tensor.dtype)
+
+
+def verified_tensors(path: Path, manifest: Manifest, name: str, tensors: Sequence[StoredTensor]) -> dict[str, Tensor]:
+    """Whole, by name."""
+    values = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in tensors}
+    for one, start, part in verified_parts(path, manifest, name, tensors):
+        values[one.name].view(-1)[start : start + len(part)] = part
+    return values
+
+
+def verified_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
+    """A small file, whole."""
+    content = bytearray(manifest.file(name).num_bytes)
+    with CheckedFile(path, manifest, name) as file:
+        file.read_into(0, memoryview(content))
+    return bytes(content)

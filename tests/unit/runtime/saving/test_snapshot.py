@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from readers import Case, Reader, Values, assert_same_bits, with_spare
 
 import disk_plans
 import models
@@ -23,6 +22,7 @@ from hightide.ir.tier import Lane, Tier
 from hightide.runtime import run_values as run_module
 from hightide.runtime.lanes import thread_lives
 from hightide.runtime.saving.tiles import PARAM
+from snapshot_readers import Case, Reader, Values, assert_same_bits, with_spare
 
 STEPS_BEFORE, STEPS_BESIDE = 2, 3
 PLENTY, LITTLE, NONE = 2**22, 6 * 1024, 0

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from readers import Case, Reader, Training, Values, assert_same_bits, with_spare
 
 import disk_plans
 import hightide
@@ -28,6 +27,7 @@ from hightide.runtime import run_values as run_module
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.saving.tiles import PARAM
 from hightide.stores.ticket import Ticket
+from snapshot_readers import Case, Reader, Training, Values, assert_same_bits, with_spare
 
 PLENTY, NONE = 2**22, 0
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from readers import Case, Reader, Values, assert_same_bits, with_spare
 from torch import Tensor, nn
 
 import disk_plans
@@ -18,6 +17,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.placement import Placement
 from hightide.runtime import run_values as run_module
+from snapshot_readers import Case, Reader, Values, assert_same_bits, with_spare
 
 WIDTH, WORDS = 16, 40
 

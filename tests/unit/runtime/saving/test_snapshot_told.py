@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from readers import Case, Reader, Training, with_spare
 
 import disk_plans
 import hightide
@@ -19,6 +18,7 @@ from hightide.planner.predict.save_forecast import SavedChunk, held_up, saved_by
 from hightide.runtime import run_values as run_module
 from hightide.runtime.lanes import thread_lives
 from hightide.runtime.saving.snapshot import Snapshot
+from snapshot_readers import Case, Reader, Training, with_spare
 
 TILE_BYTES = 1024
 UPDATE_S = 0.02  # of each, so that little else counts

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from readers import Case, Reader, Training, assert_same_bits, with_spare
 
 import disk_plans
 import hightide
@@ -18,10 +17,10 @@ import models
 from hightide.checkpoint import prepare
 from hightide.runtime import plan_stores
 from hightide.runtime import run_values as run_module
-from hightide.runtime.saving import save_memory
 from hightide.stores import host_arena, pinned
 from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
+from snapshot_readers import Case, Reader, Training, assert_same_bits, with_spare
 from waiting import OwnThreads, soon
 
 SPARE_BYTES = 2**22
@@ -54,7 +53,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registration]:
     monkeypatch.setattr(pinned, "_register", found.register)
     monkeypatch.setattr(pinned, "_unregister", found.unregister)
     monkeypatch.setattr(plan_stores, "HostArena", lambda size, needed_bytes: PinnedArena(size, needed_bytes))
-    monkeypatch.setattr(save_memory, "PIN_BYTES", 16 * PAGESIZE)
+    monkeypatch.setattr(prepare, "PIN_BYTES", 16 * PAGESIZE)
     for module in (run_module, prepare):
         monkeypatch.setattr(module, "TILE_BYTES", 2048)
     monkeypatch.setattr(run_module, "SMALL_TILE_BYTES", 2048)
