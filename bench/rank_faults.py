@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import hightide
 import hightide.api
-from hightide.shard.patience import Patience
+from hightide.shard.signs import Patience
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))

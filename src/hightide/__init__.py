@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from hightide.ir.plan import Plan
     from hightide.ir.refusal import Refused
     from hightide.observe.stats import Stats
-    from hightide.trainer.mixin import TrainerMixin
-    from hightide.trainer.trainer import Trainer
+    from hightide.trainer.mixin import Trainer, TrainerMixin
     from hightide.verification.verdict import Verdict
     from hightide.verification.verify_training import verify
 
@@ -61,7 +60,7 @@ _HOMES = {
     "Refused": "hightide.ir.refusal",
     "Saving": "hightide.checkpoint.saving",
     "Stats": "hightide.observe.stats",
-    "Trainer": "hightide.trainer.trainer",
+    "Trainer": "hightide.trainer.mixin",
     "TrainerMixin": "hightide.trainer.mixin",
     "Verdict": "hightide.verification.verdict",
     "bucket_lengths": "hightide.data.buckets",

@@ -25,7 +25,7 @@ from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of, unwrap_modules
 from hightide.shard.collectives import Collectives
 from hightide.shard.meeting import find_ranks, talks_even_alone
-from hightide.shard.patience import Patience
+from hightide.shard.signs import Patience
 from hightide.wrapping import plan_for, wrap_model
 
 

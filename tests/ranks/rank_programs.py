@@ -23,8 +23,8 @@ from hightide.shard.collectives import Collectives, Section
 from hightide.shard.communicators import GATHER, REDUCE, STEP
 from hightide.shard.meeting import find_ranks
 from hightide.shard.nccl_lane import NcclLane
-from hightide.shard.patience import Patience
 from hightide.shard.ranks import Ranks
+from hightide.shard.signs import Patience
 from hightide.shard.watchman import RankFailure
 
 torch.set_num_threads(1)

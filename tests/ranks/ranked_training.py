@@ -47,7 +47,7 @@ from hightide.runtime.lanes.lanes import BETWEEN_RANKS, UPDATER, Lanes
 from hightide.runtime.schedule.in_flight import nothing
 from hightide.runtime.surgery import run_of
 from hightide.shard import meeting
-from hightide.shard.patience import Patience
+from hightide.shard.signs import Patience
 from hightide.shard.watchman import Watchman
 from known_profiles import KnownProfiles
 

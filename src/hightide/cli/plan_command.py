@@ -15,8 +15,6 @@ import torch
 import typer
 from rich.console import Console
 
-from hightide.cli.chosen_machine import MachineOption, chosen_machine
-from hightide.cli.library_advice import errors_only
 from hightide.cli.plan_text import show
 from hightide.cli.target import JsonOption, check_target, writing
 from hightide.cli.tide_page import HtmlOption, save_page
@@ -28,14 +26,17 @@ from hightide.cli.workload import (
     Dtype,
     GradientsOption,
     LoraOption,
+    MachineOption,
     ModelArgument,
     UpdateOption,
     Workload,
     check_source,
+    chosen_machine,
     load_workload,
 )
 from hightide.free_memory import GPU_HEADROOM
 from hightide.integrations.lora import Lora
+from hightide.integrations.model_files import errors_only
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import to_json
 from hightide.ir.limits import parse_disks

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hightide.cli.chosen_machine import MachineOption, chosen_machine
 from hightide.cli.target import check_target, writing
 from hightide.cli.tide_page import HtmlOption, save_page
 from hightide.cli.train.run_folder import PLAN, TIMELINE
+from hightide.cli.workload import MachineOption, chosen_machine
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.plan import Plan

@@ -1,5 +1,5 @@
 """The MODEL of a command: a preset's name, a Hugging Face folder, or a function in a Python file. Weights are never
-read or made."""
+read or made. And the machine that it plans for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from hightide.doctor.known import known_machine, load_machine, preset_names
 from hightide.integrations.foreign_folder import CONFIG
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.integrations.shapes import (
@@ -32,11 +34,16 @@ from hightide.integrations.shapes import (
 )
 from hightide.ir.block import ModelProfile
 from hightide.ir.foreign import KEPT, kind_of, quoted, shown
+from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Update
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.model.repeated import FEW_LAYERS, stack_of, with_layers
 
+MachineOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME|FILE", help="A preset or a machine file; default: what doctor measured here."),
+]
 SEQUENCES, LENGTH = 8, 2048  # where the command does not say
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MAX_TOKENS = 2**28  # per step: so many are made, to plan with
@@ -262,3 +269,17 @@ def _tokens(sequences: int | None, length: int) -> Batch:
     """Their values do not matter: nothing is computed from them."""
     tokens = torch.zeros(sequences or SEQUENCES, length, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
+
+
+def chosen_machine(name: str | None, device: torch.device, notes: Console) -> Machine:
+    """A preset or a file by name, else what `hightide doctor` has measured here."""
+    if name is not None:
+        return load_machine(name)
+    known = known_machine(device)
+    if known.machine is None:
+        raise ValueError(
+            f"{known.problem}; run `hightide doctor`, or name a machine: --machine {'|'.join(preset_names())} or a file"
+        )
+    if known.problem:
+        notes.print(f"note: {known.problem}; `hightide doctor` measures again", soft_wrap=True)
+    return known.machine

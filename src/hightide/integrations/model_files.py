@@ -8,6 +8,7 @@ file under the names that it would have. So nothing is copied to know it.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -239,3 +240,15 @@ def without_bars() -> Iterator[None]:
     finally:
         if was_on:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def errors_only(library: str) -> Iterator[None]:
+    """Of what it logs: its advice is about loops that are not ours."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -17,7 +17,7 @@ import torch
 from hightide.ir.action import Op, Schedule
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Level, MemoryPart, Timeline
-from hightide.observe.speed_of_light import light_s_of
+from hightide.observe.stats import light_s_of
 from hightide.planner.predict.simulator import Span
 from hightide.planner.predict.tide import base_parts, step_timeline
 from hightide.planner.verify.compare_records import compare

@@ -1,15 +1,18 @@
-"""Measurements of a run, beside the forecast of its plan."""
+"""Measurements of a run, beside the forecast of its plan and the speed of light."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hightide.ir.plan import Forecast, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
-from hightide.observe.speed_of_light import light_s_of
+from hightide.planner.predict.light import main_dtype, needed_flop, seconds_at
 from hightide.planner.predict.wear import Wear, in_words, wear
 from hightide.runtime.run import Run
+from hightide.runtime.step_work import Computed
 
 
 @dataclass(frozen=True)
@@ -132,3 +135,20 @@ def read_stats(run: Run) -> Stats:
         save_peak_bytes=run.host.peak_lent_bytes,
         save_told_bytes=None if run.save_forecast is None else run.save_forecast.host_bytes,
     )
+
+
+def light_s_of(run: Run, computed: Computed | None) -> float | None:
+    """None: nobody has measured the GPU, or nobody knows what was computed."""
+    if computed is None or run.products is None:
+        return None
+    dtype = computed.autocast_dtype or main_dtype(run.profile)
+    rate = run.products.of("tf32" if dtype == "float32" and _multiplies_in_tf32() else dtype)
+    return seconds_at(needed_flop(run.profile, computed.num_samples), rate)
+
+
+def _multiplies_in_tf32() -> bool:
+    """Where it was chosen in torch's newer way, the older one cannot be asked."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"

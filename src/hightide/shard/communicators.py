@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hightide.shard.patience import Patience
+from hightide.shard.signs import Patience
 
 GATHER, REDUCE, STEP, CONTROL, SAVE = "gather", "reduce", "step", "control", "save"
 LANES = (GATHER, REDUCE, STEP, CONTROL, SAVE)

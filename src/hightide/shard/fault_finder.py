@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from hightide.shard.issued import Issued
 from hightide.shard.own_rank import OwnRank
-from hightide.shard.patience import BEATS_OF_DOUBT, Patience
-from hightide.shard.signs import Fault, Sign
+from hightide.shard.signs import BEATS_OF_DOUBT, Fault, Patience, Sign
 from hightide.shard.verdicts import behind, compare, deadlock, gone_on, in_full, lost, stuck
 
 BEATS_OF_GPU = 30  # so long a GPU may compute without anything seen of it

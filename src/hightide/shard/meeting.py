@@ -31,8 +31,8 @@ from hightide.process.system import usable_cpus
 from hightide.shard.attempt import fresh, is_kept
 from hightide.shard.communicators import ACROSS, CONTROL, GLOO, LANES, NCCL, SAVE, break_off, make_groups
 from hightide.shard.own_rank import OwnRank
-from hightide.shard.patience import Patience
 from hightide.shard.ranks import Ranks
+from hightide.shard.signs import Patience
 from hightide.shard.watchman import RankFailure, Watchman
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets

@@ -1,4 +1,4 @@
-"""Signs of life: what each rank tells all others again and again, and how it is written."""
+"""Signs of life: what each rank tells all others again and again, how it is written, and how long it is waited for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,26 @@ from hightide.shard.issued import SHOWN, LaneLog
 ENDED = "it has ended"  # a program, without an exception
 OUTSIDE = "torch.distributed"  # in the place of a lane: a collective that is not ours
 ELSEWHERE = "another model"  # likewise: whatever it is that another model waits for
+BEATS_OF_DOUBT = 5  # a rank whose connection is closed, and that gave no sign for so many, is dead
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long ranks wait for each other."""
+
+    timeout_s: float = 1800.0  # for a rank that lives, and does something else: rank 0 evaluates
+    warn_s: float = 60.0  # after which that is said
+    silent_s: float = 45.0  # for a rank that gives no sign of life; one that keeps Python's lock gives none either
+    beat_s: float = 1.0  # from one sign to the next
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beat_s * (BEATS_OF_DOUBT + 1) <= self.silent_s:
+            raise ValueError(
+                f"silent_s={self.silent_s:g} must be at least {BEATS_OF_DOUBT + 1} times beat_s={self.beat_s:g}, else "
+                f"ranks that live are taken for dead; set silent_s={self.beat_s * (BEATS_OF_DOUBT + 1):g} or more"
+            )
+        if self.timeout_s <= 0 or self.warn_s <= 0:
+            raise ValueError(f"timeout_s={self.timeout_s:g} and warn_s={self.warn_s:g} must be above 0")
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from hightide.process.interrupts import safe_point
 from hightide.shard.fault_finder import FaultFinder, Heard
 from hightide.shard.issued import Issued
 from hightide.shard.own_rank import OwnRank
-from hightide.shard.patience import BEATS_OF_DOUBT, Patience
-from hightide.shard.signs import ENDED, OUTSIDE, Fault, Sign
+from hightide.shard.signs import BEATS_OF_DOUBT, ENDED, OUTSIDE, Fault, Patience, Sign
 from hightide.shard.verdicts import in_a_line, in_full, in_words
 from hightide.stores.threads import background
 

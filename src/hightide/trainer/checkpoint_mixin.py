@@ -4,31 +4,35 @@
   uploads it, waits for it. Old ones are removed once it is there.
 - What it loads into the model and the optimizer when it resumes comes after wrapping: nothing exists twice. The plan
   is that of the checkpoint, if it may be: see [Note: a plan goes on].
+- Beside weights and states it has files as the Trainer itself writes them, taken at once.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_callback import TrainerCallback
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
+from hightide.checkpoint.files.folder import refusal
+from hightide.checkpoint.files.manifest import NAME
 from hightide.checkpoint.files.names import trainer_name
 from hightide.checkpoint.load import load
 from hightide.checkpoint.save import save_for_trainer
 from hightide.checkpoint.saving import Saving
-from hightide.checkpoint.training import read_training
+from hightide.checkpoint.training import TRAINING, read_training
 from hightide.data.buckets import INPUT_IDS
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.trainer.earlier_plan import extra_of
 from hightide.trainer.first_batches import kept_generators
-from hightide.trainer.trainer_files import files_of, is_ours
 
 Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
@@ -141,3 +145,53 @@ def without_accelerate(optimizer: Any) -> Any:
 
 def _looks_at_checkpoints(callback: Any) -> bool:
     return type(callback).on_save is not TrainerCallback.on_save
+
+
+def is_ours(checkpoint: str | Path) -> bool:
+    """ValueError for one of ours that was copied in part: as one of the plain Trainer it would have weights alone, and
+    training would begin anew with them."""
+    path = Path(checkpoint)
+    if not (path / NAME).is_file() and (path / TRAINING).is_file():
+        raise refusal(path, f"it has no {NAME}")
+    return (path / NAME).is_file()
+
+
+def files_of(trainer: Any) -> dict[str, bytes]:
+    """By name; of several ranks all call it, and what is in files of their own is among them."""
+    with TemporaryDirectory() as folder:
+        own = {} if trainer.args.save_only_model else _of_ranks(trainer, folder)
+        if not trainer.args.should_save:
+            return {}
+        if not trainer.args.save_only_model:
+            torch.save(trainer.lr_scheduler.state_dict(), Path(folder) / SCHEDULER_NAME)
+            trainer._save_scaler(folder)
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(trainer.args, Path(folder) / TRAINING_ARGS_NAME)
+        _note_callbacks(trainer)
+        trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
+        found = (one for one in Path(folder).rglob("*") if one.is_file())  # tokenizers may have a folder of templates
+        return own | {str(one.relative_to(folder)): one.read_bytes() for one in found}
+
+
+def _of_ranks(trainer: Any, folder: str) -> dict[str, bytes]:
+    """Random numbers, which each has for itself."""
+    trainer._save_rng_state(folder)
+    own = {one.name: one.read_bytes() for one in Path(folder).iterdir()}
+    told: list[dict[str, bytes]] = [own] * trainer.args.world_size
+    if trainer.args.world_size > 1:
+        torch.distributed.all_gather_object(told, own)
+    return {name: content for one in told for name, content in one.items()}
+
+
+def _note_callbacks(trainer: Any) -> None:
+    """The state of those that have one, into that of the trainer."""
+    known = trainer.state.stateful_callbacks
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            name = type(callback).__name__
+            if isinstance(known[name], list):
+                known[name].append(callback.state())
+            else:
+                known[name] = callback.state()

@@ -1,4 +1,5 @@
-"""`class MyTrainer(hightide.TrainerMixin, Trainer)`: a Trainer of transformers whose model is bigger than the GPU.
+"""`hightide.Trainer`, or `class MyTrainer(hightide.TrainerMixin, Trainer)`: a Trainer of transformers whose model is
+bigger than the GPU.
 
 [Note: a Trainer around a wrapped model] The Trainer goes its own way; what it would do to a model that fits the GPU is
 replaced where it does it:
@@ -335,3 +336,7 @@ class TrainerMixin(CheckpointMixin):
 
 def _numel(batch: Mapping[str, Any]) -> int:
     return sum(value.numel() for value in batch.values() if isinstance(value, Tensor))
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    __doc__ = TrainerMixin.__doc__

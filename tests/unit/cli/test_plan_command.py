@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 import hightide
 from forked import run_script
-from hightide.cli import chosen_machine as machine_module
 from hightide.cli import plan_command as plan_module
+from hightide.cli import workload as machine_module
 from hightide.cli.main import app
 from hightide.cli.workload import load_workload
 from hightide.doctor.known import Known, load_machine

@@ -14,7 +14,7 @@ from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.shard.communicators import GATHER, REDUCE
 from hightide.shard.own_rank import Standing
-from hightide.shard.patience import Patience
+from hightide.shard.signs import Patience
 from hightide.shard.watchman import Watchman
 from hightide.stores.ticket import Ticket
 from waiting import soon

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hightide.shard.meeting import ENVIRONMENT, Facts, _check, _facts_of_all, _nodes, _portion_of_cores, find_ranks
-from hightide.shard.patience import Patience
+from hightide.shard.signs import Patience
 from waiting import OwnThreads
 
 

@@ -14,7 +14,7 @@ from hightide.shard import watchman as watchman_module
 from hightide.shard.fault_finder import BEATS_OF_GPU
 from hightide.shard.issued import SHOWN
 from hightide.shard.own_rank import Standing
-from hightide.shard.patience import BEATS_OF_DOUBT, Patience
+from hightide.shard.signs import BEATS_OF_DOUBT, Patience
 from hightide.shard.verdicts import compare
 from hightide.shard.watchman import RankFailure, Watchman
 from waiting import LONG_S, OwnThreads, soon

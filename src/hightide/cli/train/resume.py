@@ -12,8 +12,7 @@ from hightide.checkpoint.files.folder import DamagedCheckpoint, Found, found
 from hightide.checkpoint.files.names import GONE, TMP
 from hightide.checkpoint.training import read_plan, read_training
 from hightide.cli.train.config import TrainConfig
-from hightide.cli.train.folder_lock import FolderLock
-from hightide.cli.train.run_folder import CHECKPOINTS, SUMMARY, newest_saved
+from hightide.cli.train.run_folder import CHECKPOINTS, SUMMARY, FolderLock, newest_saved
 from hightide.cli.train.run_state import RunState, changes, difference
 from hightide.ir.foreign import shown
 from hightide.ir.plan import Plan

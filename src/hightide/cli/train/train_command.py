@@ -18,7 +18,6 @@ from rich.console import Console
 import hightide
 from hightide.api import wrap_again
 from hightide.asked import check_disks
-from hightide.cli.library_advice import errors_only
 from hightide.cli.train.company import Company
 from hightide.cli.train.config import OptimizerConfig, TrainConfig
 from hightide.cli.train.model_source import ModelSource, find_model
@@ -29,6 +28,7 @@ from hightide.cli.train.saves import SaveFailed
 from hightide.cli.train.training_data import TrainingData, read_data
 from hightide.cli.train.training_run import TrainingRun
 from hightide.integrations.foreign_folder import import_transformers
+from hightide.integrations.model_files import errors_only
 from hightide.ir.tier import Tier
 from hightide.planner.advice.helpful import limit_option, size_option
 from hightide.planner.infeasible import InfeasiblePlan

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from hightide.trainer.trainer_files import files_of  # noqa: E402
+from hightide.trainer.checkpoint_mixin import files_of  # noqa: E402
 
 
 class Tokenizer:

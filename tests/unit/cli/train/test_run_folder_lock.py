@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hightide.cli.train.folder_lock import FolderLock
+from hightide.cli.train.run_folder import FolderLock
 
 HOLDER = """
 import fcntl, os, sys, time
