@@ -35,7 +35,7 @@ from hightide.posing import (
     verified,
 )
 from hightide.process.interrupts import deferred, uninterrupted
-from hightide.process.progress import shown, tell
+from hightide.process.progress import progress_line, tell
 from hightide.process.system import resident_bytes
 from hightide.profiler.fake.values import made_up
 from hightide.profiler.model.batch_sizes import BatchSizes
@@ -43,8 +43,8 @@ from hightide.profiler.model.model_profile import profile_calls
 from hightide.profiler.switches import checkpointing
 from hightide.runtime.known_batches import Admission, KnownBatches
 from hightide.runtime.run import Run
+from hightide.runtime.run_context import RunContext
 from hightide.runtime.surgery import check_modules, wrap_modules
-from hightide.runtime.surroundings import Surroundings
 from hightide.shard.agreement import check_same
 from hightide.shard.collectives import Collectives
 from hightide.shard.meeting import EVEN_ALONE_SWITCH
@@ -55,7 +55,7 @@ S = TypeVar("S", bound=Solution)
 
 def plan_for(asked: Asked) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
-    with deferred, shown("hightide.plan"), checkpointing.off(asked.model):
+    with deferred, progress_line("hightide.plan"), checkpointing.off(asked.model):
         profiled = profile_of(asked)
         problem = problem_of(profiled, asked.optimizer, asked.device, asked.compile, asked.terms(), asked.disks)
         return _moving_in(_searched(problem, profiled, asked), asked).plan
@@ -72,7 +72,7 @@ def wrap_model(
     run: Run | None = None
     optimizer: WrappedOptimizer | None = None
     try:
-        with deferred, shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
+        with deferred, progress_line("hightide.wrap"), checkpointing.off_unless_it_fails(model):
             profiled = profile_of(asked)
             if collectives is not None:
                 _check_same(asked, profiled[0], before, collectives)
@@ -219,7 +219,7 @@ def _make_run(
     adapted = {id(param) for param in lora.adapted_parameters(model)}
     names = {name for name, param in model.named_parameters() if id(param) in adapted}
     check_modules(model, solution.profile, probed, names)
-    around = Surroundings(
+    context = RunContext(
         first_values(model),
         transformers.training_checks(model, asked.batch),
         transformers.around_call(model),
@@ -230,7 +230,7 @@ def _make_run(
         None if collectives is None else save_pretrained,
     )
     seem_unloaded(model, False)
-    run = Run(model, solution, probed, around, asked.device, asked.compile, disks=asked.disks, collectives=collectives)
+    run = Run(model, solution, probed, context, asked.device, asked.compile, disks=asked.disks, collectives=collectives)
     forget(model)  # the files from which values came
     return run
 

@@ -22,7 +22,7 @@ import models
 from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
-from hightide.runtime.guards.contents import Contents
+from hightide.runtime.guards.contents import ObjectContents
 from hightide.runtime.surgery import run_of
 
 NUM_SAMPLES = 7
@@ -476,9 +476,9 @@ def test_the_question_is_put_again_after_unwrapping_and_by_other_models() -> Non
 def test_a_cache_that_is_on_between_passes_is_no_change_of_what_blocks_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that run again in backward find configs as the user has them: to put back what each keeps would take
     longer than all else that is done for it."""
-    put_back: list[Contents] = []
-    original = Contents.put_back
-    monkeypatch.setattr(Contents, "put_back", lambda self: put_back.append(self) or original(self))
+    put_back: list[ObjectContents] = []
+    original = ObjectContents.put_back
+    monkeypatch.setattr(ObjectContents, "put_back", lambda self: put_back.append(self) or original(self))
     model = models.llama()[0]
     optimizer, batch = make_optimizer(model, 1), models.token_batch()
     plan = hightide.plan(model, optimizer, batch, limits=ROOMY)

@@ -18,7 +18,7 @@ from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime import run_values as run_module
-from hightide.runtime.saving.copy_buffers import CopyStage, Kept
+from hightide.runtime.saving.copy_buffers import CopyStage, SnapshotTile
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.surgery import run_of
@@ -68,7 +68,7 @@ def watch(detector: race_detector.Detector, run: Any, patch: pytest.MonkeyPatch)
         saving = run.performer.updating._saving
 
         def copy() -> int:
-            kept: Kept = saving._kept[number]
+            kept: SnapshotTile = saving._kept[number]
             assert kept.buffer is not None
             detector.use([("values on the GPU", chunk)], f"save of {chunk}", writes=False)
             detector.use([("buffer", kept.buffer.memory.data_ptr())], f"save of {chunk}")

@@ -20,7 +20,7 @@ from hightide.planner.predict.estimate import estimate
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.by_hand import plan_by_hand
 from hightide.planner.search.candidate import Candidate
-from hightide.process.progress import shown
+from hightide.process.progress import progress_line
 from hightide.profiler.model.model_profile import profile_calls
 from hightide.rehearsal.rehearse import _in_proportion, measure_selective
 from unit.runtime.steps import adamw
@@ -116,7 +116,7 @@ def test_sizes_that_were_not_measured_are_told_in_proportion() -> None:
 def test_the_seconds_of_a_rung_are_told_by_the_logger(caplog: pytest.LogCaptureFixture) -> None:
     problem, (profile, probed, records) = posed("llama")
     (kind,) = problem.estimated_rungs
-    with caplog.at_level(logging.INFO, "hightide"), shown("wrap"):
+    with caplog.at_level(logging.INFO, "hightide"), progress_line("wrap"):
         costs = measure_selective(profile, probed, records, problem.costs, CPU, False, 2, {kind})
     cost = costs.calls[kind].selective
     assert cost is not None and cost.is_measured

@@ -13,7 +13,7 @@ from hightide.checkpoint.extra import from_plain, to_plain
 from hightide.checkpoint.saving import Saving
 from hightide.checkpoint.shards import FilePlaces
 from hightide.checkpoint.training import OfRank, Training, generator_states, seed_generators, set_generator_states
-from hightide.checkpoint.writing import Content
+from hightide.checkpoint.writing import CheckpointContent
 from hightide.integrations.model_files import Named
 from hightide.runtime.run import Run
 from hightide.shard.agreement import check_same, of_each
@@ -28,7 +28,7 @@ class Prepared:
 
     saving: Saving
     training: Training
-    content: Content | None
+    content: CheckpointContent | None
     failure: OSError | None = None  # of small files, which is a failed save and no wrong call
 
 
@@ -40,7 +40,7 @@ def own_state(run: Run | None, extra: Any) -> OfRank:
     return OfRank(random, passes, from_plain(*to_plain(extra, RANK_EXTRA)))
 
 
-def places_of(content: Content) -> FilePlaces:
+def places_of(content: CheckpointContent) -> FilePlaces:
     buffers = [Named(name, value.dtype, tuple(value.shape)) for name, value in content.buffers.items()]
     return FilePlaces(content.files, buffers, content.values.tensors)
 

@@ -28,7 +28,7 @@ from hightide.checkpoint.ranked_training import Prepared, own_state, prepared_by
 from hightide.checkpoint.saving import OnError, Saving, await_turn
 from hightide.checkpoint.shared_content import SharedContent
 from hightide.checkpoint.training import STEP, TRAINING, OfRank, Training, is_value, names_of, taken, to_files
-from hightide.checkpoint.writing import Content, SavedValues
+from hightide.checkpoint.writing import CheckpointContent, SavedValues
 from hightide.integrations.model_files import model_files, tensors_of
 from hightide.ir.foreign import user_path
 from hightide.ir.plan import Plan, Update
@@ -208,7 +208,9 @@ def _moment(run: Run | None) -> tuple[int, bool]:
     return number, is_issuing
 
 
-def _begin(saving: Saving, content: Content, run: Run | None, optimizer: torch.optim.Optimizer | None) -> None:
+def _begin(
+    saving: Saving, content: CheckpointContent, run: Run | None, optimizer: torch.optim.Optimizer | None
+) -> None:
     if run is None:
         saving.perform(content.write)
         if saving.error is not None and not isinstance(saving.error, Exception):
@@ -252,7 +254,7 @@ def _content(
     run: Run | None,
     training: Training,
     form: _Form,
-) -> Content:
+) -> CheckpointContent:
     its = training.optimizer
     grouped = {} if its is None else {name: None for group in its.groups for name in group.params}
     files = model_files(model, [] if its is None else list(its.updates))
@@ -278,7 +280,7 @@ def _content(
     values: SavedValues = PlainValues(model, optimizer, wanted) if run is None else run.snapshot(wanted)
     plan = None if run is None else run.plan
     small = {**form.files, **files.small, TRAINING: text}
-    return Content(model, values, files, buffers, small, plan, kept, facts, form.keep, form.keep_every)
+    return CheckpointContent(model, values, files, buffers, small, plan, kept, facts, form.keep, form.keep_every)
 
 
 def _loss(extra: Any) -> float | None:

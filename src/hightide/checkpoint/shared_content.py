@@ -27,7 +27,7 @@ from hightide.checkpoint.files.writer import CheckpointWriter
 from hightide.checkpoint.ranked_training import places_of
 from hightide.checkpoint.saving import Abandoned, Saving
 from hightide.checkpoint.shards import FilePlace, FilePlaces
-from hightide.checkpoint.writing import Content
+from hightide.checkpoint.writing import CheckpointContent
 from hightide.integrations.model_files import Written
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.saving.tiles import PARAM
@@ -40,7 +40,7 @@ TRAVELLING_BYTES = 4 * 2**20  # of a tensor that comes together on one rank, at 
 
 
 @dataclass(frozen=True)
-class SharedContent(Content):
+class SharedContent(CheckpointContent):
     collectives: Collectives
 
     def _look_at_others(self, saving: Saving) -> None:

@@ -48,7 +48,7 @@ class SavedValues(Protocol):
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointContent:
     """All of a checkpoint: what is small, as it was at the call, and where the values come from."""
 
     model: nn.Module  # it lives until it is saved, whoever drops it

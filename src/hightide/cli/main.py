@@ -29,7 +29,7 @@ from hightide.cli.train.train_command import train
 from hightide.cli.verify_command import VerifyOptions, verify
 from hightide.ir.foreign import shown
 from hightide.shard.agreement import FailedElsewhere
-from hightide.shard.told import in_company, tell, told_elsewhere
+from hightide.shard.told import in_company, tell_once, told_elsewhere
 from hightide.shard.watchman import RankFailure
 from hightide.stores.store import OutOfMemory
 
@@ -157,7 +157,7 @@ def run() -> NoReturn:
     except Exception as error:
         if not isinstance(error, _WrongLine):
             raise
-        code = tell(error.format_message(), error.exit_code, error.show)
+        code = tell_once(error.format_message(), error.exit_code, error.show)
     raise SystemExit(code)
 
 
@@ -243,7 +243,7 @@ def _say(errors: Console, message: str, code: int, traceback: bool = False) -> i
         else:
             errors.print(f"error: {shown(message, LONGEST)}", style="red", markup=False, soft_wrap=True)
 
-    return tell(message, code, say)
+    return tell_once(message, code, say)
 
 
 def _discard(*streams: TextIO) -> None:

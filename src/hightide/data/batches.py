@@ -27,7 +27,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankPart:
     """Of a step: of `world` ranks this one's part, in `calls`."""
 
     rank: int = 0
@@ -112,14 +112,14 @@ class Steps(Iterator[list[Call]]):
     """Endless: each pass through the data in an order of its own, which follows from the seed. `state_dict` is where
     it stands: who loads it goes on there, and nothing is drawn or read again."""
 
-    def __init__(self, batches: Batches, rows_per_step: int, seed: int, share: Share | None = None) -> None:
-        share = share or Share()
-        if rows_per_step % (share.world * share.calls):
+    def __init__(self, batches: Batches, rows_per_step: int, seed: int, rank_part: RankPart | None = None) -> None:
+        rank_part = rank_part or RankPart()
+        if rows_per_step % (rank_part.world * rank_part.calls):
             raise ValueError(
-                f"{rows_per_step} sequences per step cannot be divided among {share.world} ranks in {share.calls} "
-                f"calls each; make it a multiple of {share.world * share.calls}"
+                f"{rows_per_step} sequences per step cannot be divided among {rank_part.world} ranks in "
+                f"{rank_part.calls} calls each; make it a multiple of {rank_part.world * rank_part.calls}"
             )
-        self._batches, self._rows_per_step, self._seed, self._share = batches, rows_per_step, seed, share
+        self._batches, self._rows_per_step, self._seed, self._rank_part = batches, rows_per_step, seed, rank_part
         self._taken = 0
         self._pass: tuple[int, Tensor] = (-1, torch.empty(0))
         self.num_tokens = 0  # of the last step, on all ranks, without padding
@@ -128,7 +128,7 @@ class Steps(Iterator[list[Call]]):
         rows = [self._row(self._taken + offset) for offset in range(self._rows_per_step)]
         self._taken += self._rows_per_step
         self.num_tokens = self._batches.num_tokens(rows)
-        return calls_of(self._batches, rows, self._share)
+        return calls_of(self._batches, rows, self._rank_part)
 
     def _row(self, number: int) -> int:
         which, place = divmod(number, len(self._batches))
@@ -148,25 +148,25 @@ class Steps(Iterator[list[Call]]):
         self._taken = taken
 
 
-def calls_of(batches: Batches, rows: Sequence[int], share: Share) -> list[Call]:
+def calls_of(batches: Batches, rows: Sequence[int], rank_part: RankPart) -> list[Call]:
     """This rank's part of a step. Gradients are averaged over ranks and not added up, so shares are `world` times as
     large."""
     total = batches.num_learned(rows)
-    size = share.rows_per_call(len(rows))
-    first = share.rank * len(rows) // share.world
+    size = rank_part.rows_per_call(len(rows))
+    first = rank_part.rank * len(rows) // rank_part.world
     found = []
-    for begin in range(first, first + share.calls * size, size):
+    for begin in range(first, first + rank_part.calls * size, size):
         part = rows[begin : begin + size]
-        found.append(Call(batches.batch(part), batches.num_learned(part) * share.world / total))
+        found.append(Call(batches.batch(part), batches.num_learned(part) * rank_part.world / total))
     return found
 
 
-def all_rows(batches: Batches, rows_per_call: int, share: Share) -> Iterator[tuple[Batch, int]]:
+def all_rows(batches: Batches, rows_per_call: int, rank_part: RankPart) -> Iterator[tuple[Batch, int]]:
     """Each row once, for an evaluation: this rank's batches, with how many tokens are learned in each. All ranks have
     as many of them, of the same size, because they compute together."""
-    at_once = rows_per_call * share.world
+    at_once = rows_per_call * rank_part.world
     for begin in range(0, len(batches), at_once):
-        rows = range(begin + share.rank * rows_per_call, begin + (share.rank + 1) * rows_per_call)
+        rows = range(begin + rank_part.rank * rows_per_call, begin + (rank_part.rank + 1) * rows_per_call)
         own = [row for row in rows if row < len(batches)]
         fill = [0] * (rows_per_call - len(own))
         yield (batches.batch(own, fill), batches.num_learned(own)) if own else (batches.batch(fill), 0)

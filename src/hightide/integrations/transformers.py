@@ -14,7 +14,7 @@ from hightide.profiler.model.call_tree import Batch, call_arguments
 from hightide.profiler.switches import checkpointing
 from hightide.profiler.switches.caches import is_pretrained
 from hightide.profiler.switches.packed_positions import plain_positions
-from hightide.runtime.surroundings import AroundCall
+from hightide.runtime.run_context import AroundCall
 
 # Arguments of a call that say nothing about positions.
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "logits_to_keep", "num_items_in_batch", "return_dict", "use_cache"}

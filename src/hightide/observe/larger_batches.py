@@ -30,7 +30,7 @@ from hightide.planner.search.search import search
 from hightide.planner.solution import Searched, Solution
 from hightide.planner.wider_profile import wider, with_blocks_of
 from hightide.process.interrupts import in_a_line
-from hightide.process.progress import LOG, shown, tell
+from hightide.process.progress import LOG, progress_line, tell
 from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.call_tree import Arguments
 from hightide.profiler.model.model_profile import profile_again
@@ -79,7 +79,7 @@ class LargerBatches:
         assert run.batches is not None
         self._catch_up()
         before = str(run.batches)
-        with shown("hightide plans for a larger batch"):
+        with progress_line("hightide plans for a larger batch"):
             found, why_not = self._of_all(batch, sizes)
             known = [(one, one.profile) for one in found if one.profile is not None]
             told = f"{'; '.join(map(str, found))}, where batches had up to {before}"
@@ -111,7 +111,7 @@ class LargerBatches:
         if why_not := self._kept_from_moving():
             self._say(f"{told}. {stays} ({why_not})")
             return
-        with shown("hightide plans for several graphs"):
+        with progress_line("hightide plans for several graphs"):
             tell("searching for a plan")
             try:
                 found = self._searched(replace(known, num_samples=num_samples, batch_bytes=batch_bytes))
@@ -362,7 +362,7 @@ class LargerBatches:
                 f"{reason}; {why}. Pass smaller batches: fewer than {fewer_than} of {sizes.num_samples} samples"
             )
             raise error
-        with shown("hightide makes room for an evaluation"):
+        with progress_line("hightide makes room for an evaluation"):
             self._move_to(found, f"an evaluation of {sizes}")
         warnings.warn(
             f"{reason}. Planned again, with so much left free, and the model moved to the new plan in "

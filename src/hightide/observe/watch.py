@@ -44,7 +44,7 @@ from hightide.planner.problem import Problem
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched, Solution
 from hightide.process.interrupts import in_a_line
-from hightide.process.progress import shown
+from hightide.process.progress import progress_line
 from hightide.runtime.chunks.moving import check_room
 from hightide.runtime.observer import is_short
 from hightide.runtime.run import Run
@@ -349,7 +349,7 @@ class Watch:
         self._next = self._ran_out = None
         self.is_watching, self._run.observer = False, None
         try:
-            with shown("hightide moves to another plan"):
+            with progress_line("hightide moves to another plan"):
                 self._run.move_to(following.solution)
         except (torch.OutOfMemoryError, MemoryError) as error:  # the old plan is as it was
             problem = f"the model could not be moved to another one ({in_a_line(error)})"

@@ -1,7 +1,7 @@
 """The work that somebody waits for, as one line on a terminal that goes away at the end.
 
-Whoever works says so with `tell`, whichever layer it is in; whoever makes the user wait shows it with `shown`. The
-logger "hightide" gets how long each part took, at the level INFO: a terminal is not needed for that."""
+Whoever works says so with `tell`, whichever layer it is in; whoever makes the user wait shows it with `progress_line`.
+The logger "hightide" gets how long each part took, at the level INFO: a terminal is not needed for that."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _line: ContextVar[_Line | None] = ContextVar("_line", default=None)
 
 
 @contextmanager
-def shown(title: str) -> Iterator[None]:
+def progress_line(title: str) -> Iterator[None]:
     """Inside of another one it changes nothing."""
     if _line.get() is not None:
         yield

@@ -37,8 +37,8 @@ from hightide.profiler.probe.probe_result import ProbedCall, ProbeResult
 from hightide.profiler.probe.taps import Tap
 from hightide.runtime.chunks.origin import FirstValues
 from hightide.runtime.run import Run
+from hightide.runtime.run_context import RunContext
 from hightide.runtime.surgery import unwrap_modules, wrap_modules
-from hightide.runtime.surroundings import Surroundings
 
 BLOCK = "block"
 STD = 0.02  # of weights: how much power a product takes, and so its speed, depends on its values
@@ -114,7 +114,7 @@ class Stage:
             taps={0: part.taps} if part.taps else {},
         )
         values = FirstValues({spec.name: _Random() for spec in alone.params})
-        self.run = Run(root, Solution.of(alone, plan), probed, Surroundings(values), device, compile, learns=False)
+        self.run = Run(root, Solution.of(alone, plan), probed, RunContext(values), device, compile, learns=False)
         forward = type(root.get_submodule(BLOCK)).forward
         for _ in range(part.num_equal - 1):  # a block that is the only one of its kind is not compiled
             self.run.compiled.add(root.get_submodule(BLOCK), forward)

@@ -23,10 +23,10 @@ from hightide.runtime.blocks import rng
 from hightide.runtime.blocks.batch import CpuCopies, copy_to, map_tensors
 from hightide.runtime.guards.transforms import refuse_transforms
 from hightide.runtime.observer import Start, is_short, watched_pass
+from hightide.runtime.run_context import AroundCall
 from hightide.runtime.schedule.executor import Tick
 from hightide.runtime.several_graphs import SeveralGraphs
 from hightide.runtime.step_work import Computed
-from hightide.runtime.surroundings import AroundCall
 from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ModelPasses:
                 return original(*args, **kwargs)
         except OutOfMemory as error:
             if mode is not Mode.EVAL:
-                self.graphs.tell(error)
+                self.graphs.explain(error)
             raise
         finally:
             self._is_inside = False
@@ -183,7 +183,7 @@ class ModelPasses:
 
     def _ran_out(self, error: OutOfMemory) -> None:
         """In backward."""
-        if not self.graphs.tell(error) and self._run.observer is not None:
+        if not self.graphs.explain(error) and self._run.observer is not None:
             self._run.observer.ran_out(error)
 
     # -- its blocks -----------------------------------------------------------------------------------------------

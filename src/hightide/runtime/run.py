@@ -42,13 +42,13 @@ from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.model_passes import ModelPasses
 from hightide.runtime.observer import Observer
 from hightide.runtime.plan_stores import PlanStores, forecast_on
+from hightide.runtime.run_context import RunContext
 from hightide.runtime.run_values import RunValues
 from hightide.runtime.same_acts import Acts
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.step_work import StepWork
-from hightide.runtime.surroundings import Surroundings
 from hightide.runtime.tables.host_embedding import HostEmbedding
 from hightide.runtime.waiting.activations import Stashes
 from hightide.runtime.waiting.inputs_on_disk import InputsOnDisk
@@ -67,7 +67,7 @@ class Run(RunValues):
         model: nn.Module,
         solution: Solution,
         probed: ProbeResult,
-        around: Surroundings,
+        context: RunContext,
         device: torch.device = rng.CPU,
         compile: bool = False,
         learns: bool = True,
@@ -95,26 +95,26 @@ class Run(RunValues):
 
         self._before = Before(model, self.parameters, device)
         try:
-            self._set_up(solution, device, around.first_values)
+            self._set_up(solution, device, context.first_values)
         except BaseException:
             self.retreat()
             raise
-        self.chunks.binding.ignored_versions.update(around.unwritten)
-        self.passes = ModelPasses(self, around.check_call, around.around_call or (lambda args, kwargs: nullcontext()))
+        self.chunks.binding.ignored_versions.update(context.unwritten)
+        self.passes = ModelPasses(self, context.check_call, context.around_call or (lambda args, kwargs: nullcontext()))
         self.splits = Splits(self)
         self.observer: Observer | None = None
-        self.batches = around.batches
-        self.admission = None if around.admission is None else around.admission(self)
+        self.batches = context.batches
+        self.admission = None if context.admission is None else context.admission(self)
         self.anchor = Anchor(device)
         self.options: Callable[[], dict[str, str]] = dict  # of the optimizer's groups
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.work = StepWork()
-        self.products = around.products
+        self.products = context.products
         self.num_passes = 0
         self.num_steps = 0
         self.step_s = 0.0
         self._stepped_at_s: float | None = None
-        self.save_pretrained = around.save_pretrained
+        self.save_pretrained = context.save_pretrained
         self.tells_all = False  # state dicts of several ranks are whole on each of them
         self.save_under_way: Callable[[], object] = lambda: None  # of several ranks: waits for its end
         self.when_memory_is_fixed: Callable[[], object] = lambda: None  # called when memory of another plan is in place

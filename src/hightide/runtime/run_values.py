@@ -77,7 +77,7 @@ class RunValues:
         if borrow and not place.is_memory and place.nbytes > 0:
             return mapped(place, self.disks[0].path)
         lies_in_ram = place.is_memory and place.view.device.type == "cpu" and place.nbytes > 0
-        return alone(place.view) if borrow and lies_in_ram else place.get()
+        return with_own_storage(place.view) if borrow and lies_in_ram else place.get()
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -174,7 +174,7 @@ class RunValues:
                 saving.close()
 
 
-def alone(value: Tensor) -> Tensor:
+def with_own_storage(value: Tensor) -> Tensor:
     """The same memory under a storage that begins and ends with this tensor. Nothing keeps the memory alive."""
     assert value.is_contiguous()
     memory = (ctypes.c_uint8 * value.nbytes).from_address(value.data_ptr())

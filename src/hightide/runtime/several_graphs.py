@@ -125,7 +125,7 @@ class SeveralGraphs:
 
     # -- what an error says ----------------------------------------------------------------------------------------
 
-    def tell(self, error: OutOfMemory) -> bool:
+    def explain(self, error: OutOfMemory) -> bool:
         """Whether more graphs than one are what has taken the memory."""
         if error.tier is Tier.DISK or all(call.is_spent for call in self._earlier_calls):
             return False

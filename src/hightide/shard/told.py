@@ -27,7 +27,7 @@ def in_company() -> bool:
     return "RANK" in os.environ and world.isascii() and world.isdigit() and int(world) > 1
 
 
-def tell(message: str, code: int, say: Callable[[], object]) -> int:
+def tell_once(message: str, code: int, say: Callable[[], object]) -> int:
     """`say`s it, unless another rank does. `code`: with which this rank ends, and those that end because of it."""
     store = _store()
     key = hashlib.sha256(message.encode("utf-8", "replace")).hexdigest()

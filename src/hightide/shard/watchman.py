@@ -28,7 +28,7 @@ from hightide.shard.fault_finder import FaultFinder, Heard
 from hightide.shard.issued import Issued
 from hightide.shard.own_rank import OwnRank
 from hightide.shard.signs import BEATS_OF_DOUBT, ENDED, OUTSIDE, Fault, Patience, Sign
-from hightide.shard.verdicts import in_a_line, in_full, in_words
+from hightide.shard.verdicts import error_in_words, in_full, in_words
 from hightide.stores.threads import background
 
 SIGNS, CLOCK = "hightide-signs", "hightide-clock"  # the threads
@@ -133,7 +133,7 @@ class Watchman:
 
     def end_of_program(self) -> None:
         error = getattr(sys, "last_value", None)  # what has ended the program
-        self.end(ENDED if error is None else f"{ENDED} with {in_a_line(error)}")
+        self.end(ENDED if error is None else f"{ENDED} with {error_in_words(error)}")
 
     def _all_have_ended(self) -> bool:
         with self._lock:
@@ -168,7 +168,7 @@ class Watchman:
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on: the others are told, and all its collectives are broken off."""
         if not isinstance(error, RankFailure):
-            self._declare(Fault(self.rank, f"rank {self.rank} raised {in_a_line(error)} (at {self.doing})"))
+            self._declare(Fault(self.rank, f"rank {self.rank} raised {error_in_words(error)} (at {self.doing})"))
             self._tell()
             self._broken_off.wait(TOLD_WITHIN_S)
 
@@ -202,7 +202,7 @@ class Watchman:
         if dead:
             text = f"{in_words(dead)} died: no sign of life for {doubt_s:.0f} s, and a connection is closed"
             return Fault(dead[0], text)
-        return Fault(self.rank, f"rank {self.rank} could not do {in_full(issued)}: {in_a_line(error)}")
+        return Fault(self.rank, f"rank {self.rank} could not do {in_full(issued)}: {error_in_words(error)}")
 
     def _who_hosts(self) -> str:
         other = self._others.get(-1 if self._host_rank is None else self._host_rank)
@@ -260,7 +260,7 @@ class Watchman:
                     return  # no store any more
                 self._give.wait(self.patience.beat_s)
         except Exception as error:  # the store is gone
-            self._lost_store = in_a_line(error)
+            self._lost_store = error_in_words(error)
             self._look.set()
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Sign]:
@@ -290,7 +290,7 @@ class Watchman:
             try:
                 fault = self._find_fault(now_s) if self._fault is None else None
             except Exception as error:  # a warning, where those are errors: nobody would watch any more
-                fault = Fault(self.rank, f"rank {self.rank} raised {in_a_line(error)} (at {self.doing})")
+                fault = Fault(self.rank, f"rank {self.rank} raised {error_in_words(error)} (at {self.doing})")
             if fault is not None:
                 self._declare(fault)
             if self._fault is not None:

@@ -11,7 +11,7 @@ from hightide.asked import check_fresh, chosen_device
 from hightide.free_memory import GPU_HEADROOM
 from hightide.ir.limits import Limits
 from hightide.ir.units import parse_bytes
-from hightide.process.progress import shown
+from hightide.process.progress import progress_line
 from hightide.process.system import free_host_bytes
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Arguments, Batch, call_arguments
@@ -68,7 +68,7 @@ def verify(
     shared = {"update": update, "gradients": gradients, "compile": compile, "device": place, "blocks": blocks}
     given = Arguments(*call_arguments(batch))
     runs = SideBySide(model, optimizer, given, loss or usual_loss, steps, limits, micro_batch, place, shared)
-    with shown("hightide.verify"), as_before(place), recorded_warnings() as said:
+    with progress_line("hightide.verify"), as_before(place), recorded_warnings() as said:
         try:
             runs.prepare(_room(place, memory))
             runs.run(tolerance)

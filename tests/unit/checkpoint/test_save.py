@@ -77,13 +77,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> li
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Saves stand still in front of their files until it is set."""
-    event, write = threading.Event(), writing.Content._write
+    event, write = threading.Event(), writing.CheckpointContent._write
 
     def waiting(self: Any, saving: hightide.Saving) -> None:
         assert event.wait(60)
         write(self, saving)
 
-    monkeypatch.setattr(writing.Content, "_write", waiting)
+    monkeypatch.setattr(writing.CheckpointContent, "_write", waiting)
     yield event
     event.set()
 

@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 import pytest
 import torch
 
-from hightide.data.batches import Batches, Share, Steps, all_rows
+from hightide.data.batches import Batches, RankPart, Steps, all_rows
 from hightide.data.packing import one_each, pack
 from hightide.data.tokens import RowKind, Sequences
 
@@ -80,7 +80,7 @@ def test_shares_of_calls_are_those_of_the_tokens_that_are_learned() -> None:
             size = 4
             total = []
             for rank in range(world):
-                (step,) = islice(Steps(batches, size, 0, Share(rank, world, calls)), 1)
+                (step,) = islice(Steps(batches, size, 0, RankPart(rank, world, calls)), 1)
                 assert len(step) == calls
                 counts = [int((call.batch["labels"][:, 1:] != -100).sum()) for call in step]
                 total += [(count, call.share) for count, call in zip(counts, step, strict=True)]
@@ -103,7 +103,7 @@ def test_each_pass_has_every_row_once_in_an_order_of_its_own() -> None:
 
 def test_calls_and_ranks_take_the_same_rows_in_the_same_order() -> None:
     whole = rows_of(Steps(padded(), 8, 3), 3)
-    cut = [rows_of(Steps(padded(), 8, 3, Share(rank, 2, 2)), 3) for rank in range(2)]
+    cut = [rows_of(Steps(padded(), 8, 3, RankPart(rank, 2, 2)), 3) for rank in range(2)]
     assert [one + other for one, other in zip(*cut, strict=True)] == whole
 
 
@@ -128,14 +128,14 @@ def test_a_state_that_is_none_of_steps_is_refused(state: object) -> None:
 
 def test_a_step_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ValueError, match=r"6 sequences per step cannot be divided among 2 ranks in 2 calls"):
-        Steps(padded(), 6, 0, Share(0, 2, 2))
+        Steps(padded(), 6, 0, RankPart(0, 2, 2))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_evaluation_counts_each_row_once_and_all_ranks_compute_as_often(world: int) -> None:
     batches = padded()
     total = int(sequences().is_learned.sum())
-    told = [list(all_rows(batches, 4, Share(rank, world))) for rank in range(world)]
+    told = [list(all_rows(batches, 4, RankPart(rank, world))) for rank in range(world)]
     assert len({len(one) for one in told}) == 1
     assert sum(count for one in told for _, count in one) == total
     for batch, count in (pair for one in told for pair in one):

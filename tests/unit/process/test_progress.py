@@ -14,7 +14,7 @@ import torch
 import hightide
 import models
 from hightide.process import progress
-from hightide.process.progress import doing, shown, tell
+from hightide.process.progress import doing, progress_line, tell
 from unit.runtime.steps import adamw
 
 
@@ -31,7 +31,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_a_line_is_drawn_over_and_goes_away(terminal: Terminal) -> None:
-    with redirect_stderr(terminal), shown("wrapping"):
+    with redirect_stderr(terminal), progress_line("wrapping"):
         tell("profiling")
         tell("timing blocks", "kind 2 of 3, which has a long name")
     lines = terminal.getvalue().split("\r\033[K")
@@ -40,7 +40,7 @@ def test_a_line_is_drawn_over_and_goes_away(terminal: Terminal) -> None:
 
 
 def test_a_failure_leaves_no_line_behind(terminal: Terminal) -> None:
-    with redirect_stderr(terminal), pytest.raises(ZeroDivisionError), shown("wrapping"):
+    with redirect_stderr(terminal), pytest.raises(ZeroDivisionError), progress_line("wrapping"):
         tell("dividing")
         _ = 1 / 0
     assert terminal.getvalue().endswith("\r\033[K")
@@ -51,7 +51,7 @@ def test_a_failure_leaves_no_line_behind(terminal: Terminal) -> None:
 
 def test_what_is_fast_is_not_shown(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "QUIET_S", 60.0)
-    with redirect_stderr(terminal), shown("wrapping"):
+    with redirect_stderr(terminal), progress_line("wrapping"):
         tell("profiling")
     assert terminal.getvalue() == ""
 
@@ -60,7 +60,7 @@ def test_parts_are_logged_with_their_times_and_files_get_no_line(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
-    with caplog.at_level(logging.INFO, logger="hightide"), shown("outer"), shown("inner"):
+    with caplog.at_level(logging.INFO, logger="hightide"), progress_line("outer"), progress_line("inner"):
         tell("first", "1 of 2")
         tell("first", "2 of 2")
         tell("second")
@@ -73,7 +73,7 @@ def test_parts_are_logged_with_their_times_and_files_get_no_line(
 
 
 def test_what_is_told_inside_of_a_part_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="hightide"), shown("outer"):
+    with caplog.at_level(logging.INFO, logger="hightide"), progress_line("outer"):
         with doing("timing"):
             tell("inside")
         tell("after")

@@ -73,5 +73,5 @@ def test_a_loss_that_is_still_there_after_its_backward_is_none_of_them() -> None
         optimizer.zero_grad()
     model(samples(16))
     run, error = run_of(model), OutOfMemory(Tier.GPU, "activations", 1, 1, 1, {})
-    assert run is not None and not run.passes.graphs.tell(error)
+    assert run is not None and not run.passes.graphs.explain(error)
     hightide.unwrap(model)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from hightide.shard import told
-from hightide.shard.told import in_company, tell, told_elsewhere
+from hightide.shard.told import in_company, tell_once, told_elsewhere
 
 
 @pytest.fixture
@@ -26,16 +26,16 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
 def test_ranks_with_the_same_message_tell_it_once(store: dist.TCPStore) -> None:
     said: list[str] = []
     with ThreadPoolExecutor(4) as threads:
-        codes = list(threads.map(lambda _: tell("no data", 2, lambda: said.append("no data")), range(4)))
+        codes = list(threads.map(lambda _: tell_once("no data", 2, lambda: said.append("no data")), range(4)))
     assert said == ["no data"] and codes == [2] * 4
-    assert tell("another", 1, lambda: said.append("another")) == 1 and said == ["no data", "another"]
+    assert tell_once("another", 1, lambda: said.append("another")) == 1 and said == ["no data", "another"]
 
 
 def test_who_has_the_same_message_ends_after_it_was_told(store: dist.TCPStore) -> None:
     order: list[str] = []
 
     def second() -> None:
-        tell("no data", 2, lambda: order.append("told twice"))
+        tell_once("no data", 2, lambda: order.append("told twice"))
         order.append("second ends")
 
     with ThreadPoolExecutor(1) as threads:
@@ -46,14 +46,14 @@ def test_who_has_the_same_message_ends_after_it_was_told(store: dist.TCPStore) -
                 pass
             order.append("told")
 
-        tell("no data", 2, say)
+        tell_once("no data", 2, say)
     assert order == ["told", "second ends"]
 
 
 def test_the_code_is_known_to_those_that_end_because_of_it(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell("no memory", 1, lambda: None)
+    tell_once("no memory", 1, lambda: None)
     assert told_elsewhere() == 1
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(told, "WITHIN_S", 0.05)
@@ -65,9 +65,9 @@ def test_without_a_store_everyone_tells(store: dist.TCPStore, monkeypatch: pytes
     monkeypatch.setattr(told, "WITHIN_S", 0.2)
     monkeypatch.setenv("MASTER_PORT", "1")
     for _ in range(2):
-        tell("no data", 2, lambda: said.append("told"))
+        tell_once("no data", 2, lambda: said.append("told"))
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert not in_company() and tell("no data", 2, lambda: said.append("told")) == 2
+    assert not in_company() and tell_once("no data", 2, lambda: said.append("told")) == 2
     assert len(said) == 3 and told_elsewhere() is None
 
 

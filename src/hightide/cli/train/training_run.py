@@ -39,7 +39,7 @@ from hightide.cli.train.saves import Saves
 from hightide.cli.train.stop_request import stop_request
 from hightide.cli.train.trained_model import save_trained, write_sample
 from hightide.cli.train.training_data import TrainingData
-from hightide.data.batches import Call, Share, Steps, all_rows
+from hightide.data.batches import Call, RankPart, Steps, all_rows
 from hightide.ir.units import counted, format_bytes
 
 STATE_BYTES, MASTER_BYTES = 12, 4  # of each parameter that trains, in fp32
@@ -66,8 +66,8 @@ class TrainingRun:
         """At the first step, or behind the last one of a checkpoint."""
         assert self.config.steps is not None
         self.num_steps = self.config.steps
-        self.share = Share(self.company.rank, self.company.world, self.calls)
-        self.batches = Steps(self.data.train, self.config.data.sequences, self.config.seed, self.share)
+        self.rank_part = RankPart(self.company.rank, self.company.world, self.calls)
+        self.batches = Steps(self.data.train, self.config.data.sequences, self.config.seed, self.rank_part)
         self.device: torch.device = next(self.model.parameters()).device
         self.losses: list[float] = []  # of step 1, 2, ...
         self.light_shares: list[float] = []  # of the steps for which they are known
@@ -263,12 +263,12 @@ class TrainingRun:
     def evaluation_loss(self) -> float:
         """The mean over all tokens that are learned in the data for it."""
         assert self.data.eval is not None
-        num_rows = self.share.rows_per_call(self.config.data.sequences)
+        num_rows = self.rank_part.rows_per_call(self.config.data.sequences)
         total = count = 0.0
         self.model.eval()
         try:
             with torch.no_grad():
-                for batch, num_learned in all_rows(self.data.eval, num_rows, self.share):
+                for batch, num_learned in all_rows(self.data.eval, num_rows, self.rank_part):
                     loss = float(self.model(**batch).loss)
                     if num_learned:
                         total, count = total + loss * num_learned, count + num_learned

@@ -25,12 +25,12 @@ from hightide.process.interrupts import deferred, safe_point
 from hightide.profiler.probe.taps import hand_out
 from hightide.runtime.blocks.block_runs import BlockRuns
 from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, dims_of, divided, sliced_grads
-from hightide.runtime.guards.contents import Contents
+from hightide.runtime.guards.contents import ObjectContents
 from hightide.runtime.guards.first_look import BlockState
 from hightide.runtime.guards.transforms import once
 from hightide.runtime.guards.unseen import refuse_leading_outside, refuse_second_time
 from hightide.runtime.waiting.activations import FREED
-from hightide.runtime.waiting.held import Held, Holding, InputsHere, address_of
+from hightide.runtime.waiting.held import Held, Holding, InputsOnGpu, address_of
 
 if TYPE_CHECKING:
     from hightide.runtime.blocks.block_runner import BlockRunner
@@ -61,7 +61,7 @@ class BlockCall(BlockRuns):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         state: BlockState,
-        contents: Contents | None,
+        contents: ObjectContents | None,
     ) -> None:
         super().__init__(runner, module, args, kwargs, contents)
         self.state = state
@@ -69,7 +69,7 @@ class BlockCall(BlockRuns):
         self._version = runner.version
         self._draws = runner.run.passes.draws(runner.index, len(self.bounds))
         self._graphs: list[Graph] | None = None
-        self.here: InputsHere | None = None  # None: autograd has those that are not away
+        self.here: InputsOnGpu | None = None  # None: autograd has those that are not away
         self._differentiable: list[bool] = []  # of the outputs
         self._spent = False  # its one backward has begun
 
@@ -109,7 +109,7 @@ class BlockCall(BlockRuns):
                 if needs_backward and not self._keep:
                     self._before = look.before
             if needs_backward and not self._keep and self._before is None:
-                self._kept.note()
+                self._changes.note()
             held = self._hold.leaving()
             if any(self.away.which) or held:
                 self._leave(tensors, held)
@@ -209,7 +209,7 @@ class BlockCall(BlockRuns):
         self.runner.check_parameters()
         self.runner.check_version(self._version)
         if not self._keep and self._before is None:
-            self._kept.look(any(graph.compiled for graph in self._graphs or ()))
+            self._changes.look(any(graph.compiled for graph in self._graphs or ()))
         accumulate = self.runner.will_accumulate()
         run.passes.queue_end_of_backward()
         run.adopt([grad for grad in grads if grad is not None], "activations")
@@ -244,7 +244,7 @@ class BlockCall(BlockRuns):
             del tensors, summed  # inputs go before gradients leave, which may wait where they lay
             self.away.release(run.stashes)
         self._graphs = self._before = None
-        self._kept.forget()
+        self._changes.forget()
         return found
 
 
@@ -257,7 +257,7 @@ class BlockFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         here = [tensor for tensor, away in zip(tensors, call.away.which, strict=True) if not away]
-        call.here = InputsHere.of(here) if any(ctx.needs_input_grad) else None
+        call.here = InputsOnGpu.of(here) if any(ctx.needs_input_grad) else None
         if call.here is None:
             ctx.save_for_backward(*here)
         ctx.mark_non_differentiable(*call.not_differentiable(outputs))

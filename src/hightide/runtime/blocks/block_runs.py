@@ -27,11 +27,11 @@ from hightide.profiler.needs.token_tiles import BLOCK, by_tiles, tiling
 from hightide.profiler.probe.taps import Tapped, tapping
 from hightide.profiler.trial.state import ModuleState
 from hightide.runtime.blocks.call_frame import CallFrame
+from hightide.runtime.blocks.changes_since_forward import ChangesSinceForward
 from hightide.runtime.blocks.compiled import NotCompiled
-from hightide.runtime.blocks.kept_since import KeptSince
 from hightide.runtime.blocks.micro_batches import divided
 from hightide.runtime.blocks.recomputation import Recomputed
-from hightide.runtime.guards.contents import Contents
+from hightide.runtime.guards.contents import ObjectContents
 from hightide.runtime.guards.inner_hooks import InnerHooks
 from hightide.runtime.guards.unseen import refuse_unseen
 from hightide.runtime.waiting.held import Holding, outlive_slots
@@ -59,7 +59,7 @@ class BlockRuns:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        contents: Contents | None,
+        contents: ObjectContents | None,
     ) -> None:
         self.runner = runner
         self.module = module
@@ -76,7 +76,7 @@ class BlockRuns:
         split = runner.run.splits.of(runner.index, self.signature)
         self.bounds, self._inputs, self.output_dims = divided(split, tensors, runner.run.plan.micro_batch)
         self._before: ModuleState | None = None  # what the block kept, if its forward changes it and is run again
-        self._kept = KeptSince(runner, contents)  # else
+        self._changes = ChangesSinceForward(runner, contents)  # else
         self._is_looked_at = False  # see first_look.py
 
     @property
@@ -220,7 +220,7 @@ class BlockRuns:
     def run_or_replay(self) -> list[Tensor]:
         """In forward, and again in backward. See [Note: replays]. What backward itself changes, by a hook, stays."""
         if self._before is None:
-            with self._kept.as_then():
+            with self._changes.as_then():
                 return self.run(self._now)
         gpu = self.runner.run.gpu
         with gpu.unmetered():

@@ -33,7 +33,7 @@ _NOTHING = object()
 _Place = Any  # a dict, list, deque, set or tuple, or what is in a class
 
 
-class Contents:
+class ObjectContents:
     def __init__(
         self,
         roots: Iterable[_Place],
@@ -105,7 +105,7 @@ class Contents:
             return False
         return True
 
-    def with_other_numbers(self) -> Contents | None:
+    def with_other_numbers(self) -> ObjectContents | None:
         """How it is now, if only plain values have changed. None: more has."""
         changed = [at for at, place in enumerate(self._places) if not _equal(place, self._then[at])]
         for at in changed:

@@ -22,7 +22,7 @@ from torch import nn
 
 from hightide.profiler.model.hooks import HOOKS
 from hightide.profiler.trial.state import INTERNAL
-from hightide.runtime.guards.contents import Contents, Hidden
+from hightide.runtime.guards.contents import Hidden, ObjectContents
 
 MOST_EPOCHS = 16  # that are known again when they come back
 _LIBRARIES = frozenset({"torch", "builtins", *sys.stdlib_module_names})  # of which nothing is switched by assignment
@@ -69,7 +69,7 @@ class BlockChanges:
         roots += [root[part] for root in roots for part in ("_modules", "_buffers")]
         hooks = [root[part] for root in roots[: len(self.inside)] for part in HOOKS if root[part]]
         closed = [id(module.__dict__[part]) for module in self.inside for part in INTERNAL]
-        self.contents = Contents([*roots, *hooks], without, [*closed, *map(id, self.inside)])
+        self.contents = ObjectContents([*roots, *hooks], without, [*closed, *map(id, self.inside)])
 
     def epoch(self, num_hooks: int) -> int:
         if num_hooks == self._num_hooks and self.contents.are_same():
@@ -92,7 +92,7 @@ class CodeChanges:
         modules = list(modules)
         classes = {cls for module in modules for cls in type(module).__mro__ if cls not in (nn.Module, object)}
         code = _Code([*map(vars, classes), *map(vars, modules)])
-        self._contents = Contents([*map(vars, classes), *code.roots()])
+        self._contents = ObjectContents([*map(vars, classes), *code.roots()])
 
     def are_same(self) -> bool:
         return self._contents.are_same()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from hightide.runtime.lanes.kernel_threads import KernelThreads, WorkInC
 
+RunInThreads = Callable[[Callable[[int], object], int], object]  # runs a piece of work in so many threads
+
 
 class UpdateThreads:
     """Threads that do one thing together. The thread that brings the work, which is the cpu lane's, does its part."""

@@ -40,7 +40,7 @@ class CopyBuffer:
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class SnapshotTile:
     """A tile, and where its values are."""
 
     tile: Tile
@@ -63,7 +63,7 @@ class CopyBuffers:
         # Until that is done nothing leaves the GPU for memory that is not pinned: it would take longer than pinning.
         self._is_pinning = host.is_pinned
 
-    def lent_for(self, one: Kept) -> CopyBuffer | None:
+    def lent_for(self, one: SnapshotTile) -> CopyBuffer | None:
         """None: there is no room, or none yet."""
         leaves_gpu = one.tier is Tier.GPU
         buffer = self._lent(one.tile.num_bytes, leaves_gpu)

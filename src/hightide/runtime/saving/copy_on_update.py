@@ -29,12 +29,11 @@ from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
 from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.lanes.lanes import Lanes
-from hightide.runtime.saving.copy_buffers import CopyBuffer, CopyBuffers, CopyStage, Kept
+from hightide.runtime.lanes.update_threads import RunInThreads
+from hightide.runtime.saving.copy_buffers import CopyBuffer, CopyBuffers, CopyStage, SnapshotTile
 from hightide.runtime.saving.tiles import SaveCost, Tile
 from hightide.stores.host_arena import HostArena
 from hightide.stores.ticket import LOOK_S, Ticket
-
-Share = Callable[[Callable[[int], object], int], object]  # runs work in several threads
 
 
 class CopyOnUpdate:
@@ -51,10 +50,10 @@ class CopyOnUpdate:
         """`owed`: by chunk, what its values of this moment wait for. `moment`: what compute has enqueued. `written`: a
         parameter of a chunk on the GPU to which somebody has written since."""
         self._kept = [
-            Kept(tile, number, tile.array.store.tier is Tier.GPU and updated_on_gpu(tile.chunk))
+            SnapshotTile(tile, number, tile.array.store.tier is Tier.GPU and updated_on_gpu(tile.chunk))
             for number, tile in enumerate(tiles)
         ]
-        self._by_chunk: dict[int, list[Kept]] = {}
+        self._by_chunk: dict[int, list[SnapshotTile]] = {}
         for one in self._kept:
             self._by_chunk.setdefault(one.tile.chunk, []).append(one)
         self._owed = {chunk: list(tickets) for chunk, tickets in owed.items() if tickets}
@@ -159,12 +158,12 @@ class CopyOnUpdate:
         """What must be done before an update of the next step may begin, and wait."""
         return [ticket for tickets in self._owed.values() for ticket in tickets if not ticket.done]
 
-    def secure(self, chunk: int, arrays: UpdateArrays | None = None, share: Share | None = None) -> None:
-        """Returns when a chunk's values may change. `arrays`: where they lie, if not at home. `share`: threads that
+    def secure(self, chunk: int, arrays: UpdateArrays | None = None, in_threads: RunInThreads | None = None) -> None:
+        """Returns when a chunk's values may change. `arrays`: where they lie, if not at home. `in_threads`: they
         copy."""
         kept = self._by_chunk.get(chunk, ())
         while mine := self._claimed(kept):
-            self._fill(mine, arrays, share)
+            self._fill(mine, arrays, in_threads)
         for one in kept:
             self._await_copy(one)
 
@@ -187,7 +186,7 @@ class CopyOnUpdate:
             while not self.is_over and self._num_passed < len(self._kept):
                 self._hold_up(since_s)
 
-    def _claimed(self, kept: Sequence[Kept]) -> list[Kept]:
+    def _claimed(self, kept: Sequence[SnapshotTile]) -> list[SnapshotTile]:
         """Tiles that the caller must copy now; none if all are safe. Those on the GPU are on their way."""
         since_s = time.monotonic()
         with self._changed:
@@ -204,7 +203,7 @@ class CopyOnUpdate:
                     self._hold_up(since_s)
         return []
 
-    def _set_aside(self, one: Kept) -> bool:
+    def _set_aside(self, one: SnapshotTile) -> bool:
         buffer = self._buffers.lent_for(one)
         if buffer is None:
             return False
@@ -214,7 +213,7 @@ class CopyOnUpdate:
             self._put(one, buffer, Ticket(f"copy of tile {one.number}"))
         return True
 
-    def _fill(self, mine: Sequence[Kept], arrays: UpdateArrays | None, share: Share | None) -> None:
+    def _fill(self, mine: Sequence[SnapshotTile], arrays: UpdateArrays | None, in_threads: RunInThreads | None) -> None:
         todo, lock = list(reversed(mine)), threading.Lock()
 
         def work(_: int) -> None:
@@ -236,17 +235,17 @@ class CopyOnUpdate:
                 one.ticket.set_result()
 
         try:
-            if share is None:
+            if in_threads is None:
                 work(0)
             else:
-                share(work, len(mine))
+                in_threads(work, len(mine))
         except BaseException as error:
             for one in todo:
                 assert one.ticket is not None
                 one.ticket.set_error(error)
             raise
 
-    def _await_copy(self, one: Kept) -> None:
+    def _await_copy(self, one: SnapshotTile) -> None:
         with self._changed:
             ticket = one.ticket if one.stage is CopyStage.ASIDE and not self.is_over else None
         if ticket is None:
@@ -281,11 +280,11 @@ class CopyOnUpdate:
 
     # -- copies, under the lock -----------------------------------------------------------------------------------
 
-    def _put(self, one: Kept, buffer: CopyBuffer, ticket: Ticket) -> None:
+    def _put(self, one: SnapshotTile, buffer: CopyBuffer, ticket: Ticket) -> None:
         one.stage, one.buffer, one.ticket = CopyStage.ASIDE, buffer, ticket
         self._copied_bytes += one.tile.num_bytes
 
-    def _bring(self, one: Kept, buffer: CopyBuffer) -> None:
+    def _bring(self, one: SnapshotTile, buffer: CopyBuffer) -> None:
         """From the GPU or the disk: it is under way when this returns."""
         tile, target = one.tile, buffer.of(one.tile)
         source = tile.source
@@ -302,7 +301,7 @@ class CopyOnUpdate:
         self._put(one, buffer, ticket)
         self._lanes.when_through(ticket, partial(self._is_through, one))
 
-    def _is_through(self, one: Kept) -> None:
+    def _is_through(self, one: SnapshotTile) -> None:
         """Nothing orders a copy and what users write in place."""
         with self._changed:
             if not one.is_through and not self.is_over and (key := self._written(one.tile.chunk)) is not None:
@@ -322,7 +321,7 @@ class CopyOnUpdate:
         if all(ticket.done for ticket in self._owed.get(one.tile.chunk, ())):
             self._bring(one, self._buffers.take_staged())
 
-    def _first(self, waiting: deque[Kept], number: int) -> Kept | None:
+    def _first(self, waiting: deque[SnapshotTile], number: int) -> SnapshotTile | None:
         """From this tile on."""
         while waiting and waiting[0].number < number:
             waiting.popleft()

@@ -20,8 +20,8 @@ from hightide.ir.tier import Lane
 from hightide.planner.predict.save_forecast import update_order
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.lanes.lanes import Begun
-from hightide.runtime.schedule.at_home import AtHome
 from hightide.runtime.schedule.demand import Demands
+from hightide.runtime.schedule.home_waits import HomeWaits
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.in_use import InUse
 from hightide.runtime.schedule.issuer import Issuer
@@ -44,7 +44,7 @@ class Tick:
     accumulate: bool = False
 
 
-class Executor(AtHome):
+class Executor(HomeWaits):
     def __init__(
         self,
         schedules: Mapping[Mode, Schedule],

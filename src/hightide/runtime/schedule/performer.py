@@ -16,10 +16,10 @@ from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.gradients.ranked_gradients import RankedGradients
+from hightide.runtime.lanes.update_threads import RunInThreads
 from hightide.runtime.schedule.disk_performer import DiskPerformer
 from hightide.runtime.schedule.in_flight import LaneWork, nothing
 from hightide.runtime.schedule.update_performer import UpdatePerformer
-from hightide.runtime.tables.row_sums import Share
 from hightide.runtime.waiting.activations import Stashes
 from hightide.stores.array import Array
 from hightide.stores.ticket import Fence
@@ -34,11 +34,11 @@ class Performer:
         gradients: Gradients,
         stashes: Stashes,
         fence: Callable[[], Fence | None],
-        share: Share,
+        in_threads: RunInThreads,
     ) -> None:
-        """`fence`: this moment in the caller's stream; `share`: runs work of the cpu lane in several threads."""
+        """`fence`: this moment in the caller's stream; `in_threads`: runs work of the cpu lane in several threads."""
         self.ranked = gradients if isinstance(gradients, RankedGradients) else None  # of several ranks
-        self._fence, self._share = fence, share
+        self._fence, self._in_threads = fence, in_threads
         self._left: dict[int, Fence] = {}  # when the latest gradient of each chunk has reached home
         self.chunks = chunks
         self.gradients = gradients
@@ -63,7 +63,7 @@ class Performer:
         self._disk: DiskPerformer | None = None
         if chunks.disk is not None:
             self._disk = DiskPerformer(chunks, chunks.disk, gradients, self._count, fence)
-        self.updating = UpdatePerformer(chunks, self._disk, share, self.drop_gradient)
+        self.updating = UpdatePerformer(chunks, self._disk, in_threads, self.drop_gradient)
 
     def go_on(self, before: Performer) -> None:
         """With the counters of the plan before, and its updates."""
@@ -373,7 +373,7 @@ class Performer:
         assert table.sums is not None
         rows, send = table.leave(gradients)
         new = replace(self.gradients.open_rows(chunk, is_final), ids=ids, rows=rows, padding=padding)
-        return self._counted(Lane.D2H, send), partial(table.sums.add, new, self._share)
+        return self._counted(Lane.D2H, send), partial(table.sums.add, new, self._in_threads)
 
     # -- updates --------------------------------------------------------------------------------------------------
 

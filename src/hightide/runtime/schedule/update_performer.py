@@ -9,10 +9,10 @@ from typing import Protocol
 
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
+from hightide.runtime.lanes.update_threads import RunInThreads
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.schedule.disk_performer import DiskPerformer
 from hightide.runtime.schedule.in_flight import LaneWork, nothing
-from hightide.runtime.tables.row_sums import Share
 
 
 class Updates(Protocol):
@@ -44,9 +44,9 @@ class Updates(Protocol):
 
 class UpdatePerformer:
     def __init__(
-        self, chunks: Chunks, disk: DiskPerformer | None, share: Share, drop_gradient: Callable[[int], None]
+        self, chunks: Chunks, disk: DiskPerformer | None, in_threads: RunInThreads, drop_gradient: Callable[[int], None]
     ) -> None:
-        self._chunks, self._disk, self._share, self._drop_gradient = chunks, disk, share, drop_gradient
+        self._chunks, self._disk, self._in_threads, self._drop_gradient = chunks, disk, in_threads, drop_gradient
         self.updates: Updates | None = None  # set by the optimizer
         self._unsettled: dict[int, LaneWork] = {}  # by chunk, what its planned update leaves for SETTLE
         self._saving: CopyOnUpdate | None = None
@@ -115,7 +115,7 @@ class UpdatePerformer:
             if on_gpu:
                 saving.secure(chunk)
             else:
-                saving.secure(chunk, self._chunks.update_arrays(chunk), self._share)
+                saving.secure(chunk, self._chunks.update_arrays(chunk), self._in_threads)
             apply()
 
         return work

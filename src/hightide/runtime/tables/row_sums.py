@@ -17,12 +17,12 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hightide.runtime.lanes.update_threads import RunInThreads
 from hightide.stores.array import Array
 
 T = TypeVar("T")
 
 TILE_NUMEL = 256 * 1024  # elements that one thread works on at a time
-Share = Callable[[Callable[[int], object], int], None]  # runs a piece of work in so many threads
 
 
 class Number(Protocol):
@@ -58,7 +58,7 @@ class RowSums:
     def forget(self) -> None:
         self._touched = None
 
-    def add(self, new: NewRows, share: Share) -> None:
+    def add(self, new: NewRows, in_threads: RunInThreads) -> None:
         home = self._home.view
         if new.starts:
             self._zero(home)
@@ -69,8 +69,8 @@ class RowSums:
         grouped = _Grouped.of(new.ids, new.padding)
         others = self._others(home, grouped.unique)
         squares = [
-            *_shared(list(grouped.tiles(_num_rows(home))), lambda tile: _add(home, new, *tile), share),
-            *_shared(list(self._tiles(home, others)), lambda rows: _finish(home, new, rows), share),
+            *_shared(list(grouped.tiles(_num_rows(home))), lambda tile: _add(home, new, *tile), in_threads),
+            *_shared(list(self._tiles(home, others)), lambda rows: _finish(home, new, rows), in_threads),
         ]
         if self._touched is not None:
             self._touched = torch.cat([others, grouped.unique])
@@ -150,7 +150,7 @@ def _put(home: Tensor, new: NewRows, ids: Tensor, values: Tensor) -> float:
     return float(torch.linalg.vector_norm(counted)) ** 2
 
 
-def _shared(tiles: list[T], work: Callable[[T], float], share: Share) -> list[float]:
+def _shared(tiles: list[T], work: Callable[[T], float], in_threads: RunInThreads) -> list[float]:
     """The results in the order of the tiles, whoever makes them."""
     results, counter = [0.0] * len(tiles), itertools.count()
 
@@ -158,5 +158,5 @@ def _shared(tiles: list[T], work: Callable[[T], float], share: Share) -> list[fl
         while (number := next(counter)) < len(tiles):
             results[number] = work(tiles[number])
 
-    share(take, len(tiles))
+    in_threads(take, len(tiles))
     return results

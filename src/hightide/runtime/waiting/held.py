@@ -272,7 +272,7 @@ def outlive_slots(
     return saved_tensors_hooks(pack, unpack)
 
 
-class InputsHere:
+class InputsOnGpu:
     """Inputs of a call that wait for its backward on the GPU. In the place of autograd, which would not let go of one
     before its backward."""
 

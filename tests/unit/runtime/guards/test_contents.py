@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hightide.runtime.guards.contents import MOST_VALUES, Contents
+from hightide.runtime.guards.contents import MOST_VALUES, ObjectContents
 
 
 @dataclass
@@ -89,16 +89,16 @@ CHANGES: dict[str, Callable[[Module], Any]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_every_change_is_seen(change: Callable[[Module], Any]) -> None:
     module = Module()
-    contents = Contents([module.__dict__])
+    contents = ObjectContents([module.__dict__])
     assert contents.are_same()
     change(module)
     assert not contents.are_same()
-    assert Contents([module.__dict__]).key() != contents.key()
+    assert ObjectContents([module.__dict__]).key() != contents.key()
 
 
 def test_the_same_again_is_no_change() -> None:
     module = Module()
-    contents = Contents([module.__dict__])
+    contents = ObjectContents([module.__dict__])
     module.many[:] = [int(str(number)) for number in module.many]
     module.config.rate = float("0.1")
     assert contents.are_same()
@@ -107,26 +107,26 @@ def test_the_same_again_is_no_change() -> None:
 @pytest.mark.parametrize("kind", ["a config", "a number in a list", "a namespace"])
 def test_numbers_alone_are_taken_over(kind: str) -> None:
     module = Module()
-    contents = Contents([module.__dict__])
+    contents = ObjectContents([module.__dict__])
     CHANGES[kind](module)
     other = contents.with_other_numbers()
     assert other is not None
     assert other.are_same()
     assert not contents.are_same()
-    assert other.key() == Contents([module.__dict__]).key() != contents.key()
+    assert other.key() == ObjectContents([module.__dict__]).key() != contents.key()
 
 
 @pytest.mark.parametrize("kind", ["another config that is equal", "one more", "a tensor", "another dict that is equal"])
 def test_what_is_more_than_numbers_is_gathered_anew(kind: str) -> None:
     module = Module()
-    contents = Contents([module.__dict__])
+    contents = ObjectContents([module.__dict__])
     CHANGES[kind](module)
     assert contents.with_other_numbers() is None
 
 
 def test_values_are_put_back_and_then_what_they_were() -> None:
     module = Module()
-    contents, config = Contents([module.__dict__]), module.config
+    contents, config = ObjectContents([module.__dict__]), module.config
     config.rate, module.config, module.extra = 0.2, Config(rate=0.3), 1  # type: ignore[assignment]
     module.many[7], kept = 0, module.tensor.add_(1)
     with contents.put_back():
@@ -140,7 +140,7 @@ def test_values_are_put_back_and_then_what_they_were() -> None:
 def test_what_others_change_meanwhile_stays() -> None:
     module = nn.Module()
     module.log, module.counts, module.rate = [1, 2], {"a": 1, "b": 1}, 0.1
-    contents = Contents([module.__dict__])
+    contents = ObjectContents([module.__dict__])
     module.log.append(3)
     module.counts["a"], module.rate = 2, 0.2
     with contents.put_back():
@@ -154,7 +154,7 @@ def test_what_others_change_meanwhile_stays() -> None:
 def test_tensors_are_not_kept_alive() -> None:
     module = nn.Module()
     module.last = torch.zeros(2)
-    contents, died = Contents([module.__dict__]), list[bool]()
+    contents, died = ObjectContents([module.__dict__]), list[bool]()
     weakref.finalize(module.last, died.append, True)
     module.last = None
     assert died
@@ -175,7 +175,7 @@ def test_what_leads_to_results_is_not_kept_alive(made: Callable[[Tensor], Any]) 
     result = torch.ones(2, requires_grad=True) * 2
     graph = weakref.ref(result)
     module.trainer, trainer.last = trainer, made(result)
-    contents = Contents([module.__dict__])
+    contents = ObjectContents([module.__dict__])
     assert contents.are_same()
     trainer.rate = 0.2
     assert not contents.are_same()
@@ -192,7 +192,7 @@ def test_what_leads_to_results_is_not_kept_alive(made: Callable[[Tensor], Any]) 
 def test_a_result_that_is_another_one_is_seen() -> None:
     module = nn.Module()
     module.outputs = [(torch.ones(2, requires_grad=True) * 2,)]
-    contents = Contents([module.__dict__])
+    contents = ObjectContents([module.__dict__])
     module.outputs[0][0].detach().add_(1)
     assert not contents.are_same()
 
@@ -232,7 +232,7 @@ ODD: dict[str, Callable[[], Any]] = {
 def test_odd_values_fail_nobody(made: Callable[[], Any]) -> None:
     module = nn.Module()
     module.__dict__.update(odd=made(), rate=0.1)
-    contents = Contents([module.__dict__])
+    contents = ObjectContents([module.__dict__])
     assert contents.are_same()
     assert contents.key() in {contents.key()}
     module.rate = 0.2
@@ -244,7 +244,7 @@ def test_odd_values_fail_nobody(made: Callable[[], Any]) -> None:
 def test_data_hides_nothing() -> None:
     module = nn.Module()
     module.data, module.config = list(range(2 * MOST_VALUES)), Config()
-    contents = Contents([module.__dict__])
+    contents = ObjectContents([module.__dict__])
     module.config.rate = 0.2
     assert not contents.are_same()
 
@@ -252,7 +252,7 @@ def test_data_hides_nothing() -> None:
 def test_what_does_not_count() -> None:
     module, inner = nn.Module(), {"number": 1}
     module.tapped, module.other, module.inner = torch.zeros(2), 1, inner
-    contents = Contents([module.__dict__], {id(module.__dict__): ["tapped"]}, [id(inner)])
+    contents = ObjectContents([module.__dict__], {id(module.__dict__): ["tapped"]}, [id(inner)])
     module.tapped, inner["number"] = torch.ones(3), 2
     assert contents.are_same()
     module.other = 2
@@ -262,14 +262,14 @@ def test_what_does_not_count() -> None:
 def test_data_is_not_followed() -> None:
     module = nn.Module()
     module.data = [[number] for number in range(3 * MOST_VALUES)]
-    assert len(Contents([module.__dict__])._places) < 10
+    assert len(ObjectContents([module.__dict__])._places) < 10
 
 
 def test_a_look_is_a_few_calls_however_many_modules_there_are() -> None:
     config, block = Config(), nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
     for module in block:
         module.config = config
-    contents, calls = Contents([module.__dict__ for module in block.modules()], closed=own(block)), 0
+    contents, calls = ObjectContents([module.__dict__ for module in block.modules()], closed=own(block)), 0
 
     def count(*_: Any) -> None:
         nonlocal calls
@@ -290,7 +290,7 @@ def own(block: nn.Module) -> list[int]:
 def test_a_tensor_in_the_place_of_a_number_is_a_change_whatever_its_value() -> None:
     """Its value is not asked for: on a GPU each call of a block would wait for it."""
     kept = {"dropped": 0, "names": ["a"]}
-    contents = Contents([kept])
+    contents = ObjectContents([kept])
     kept["dropped"] = torch.zeros((), dtype=torch.int64)
     assert not contents.are_same() and contents.with_other_numbers() is None
     kept["dropped"] = 0

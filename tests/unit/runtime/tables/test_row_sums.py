@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hightide.ir.tier import Tier
+from hightide.runtime.lanes.update_threads import RunInThreads
 from hightide.runtime.tables import row_sums
-from hightide.runtime.tables.row_sums import NewRows, RowsNorm, RowSums, Share
+from hightide.runtime.tables.row_sums import NewRows, RowsNorm, RowSums
 from hightide.stores.array import Array
 from hightide.stores.host_arena import HostArena
 
@@ -60,7 +61,7 @@ def of_torch(ids: Tensor, rows: Tensor, padding: int | None = None) -> Tensor:
 
 @pytest.mark.parametrize("share", [alone, in_threads])
 @pytest.mark.parametrize("padding", [None, 4])
-def test_the_bits_are_those_of_plain_pytorch(share: Share, padding: int | None) -> None:
+def test_the_bits_are_those_of_plain_pytorch(share: RunInThreads, padding: int | None) -> None:
     array = home()
     sums = RowSums(array)
     for step in range(3):  # what a step leaves is gone in the next

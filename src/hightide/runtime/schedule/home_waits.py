@@ -8,7 +8,7 @@ from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 
 
-class AtHome:
+class HomeWaits:
     def __init__(self, flight: InFlight, performer: Performer) -> None:
         self._flight, self._performer, self._chunks = flight, performer, performer.chunks
         self._rings = None if self._chunks.disk is None else self._chunks.disk.rings

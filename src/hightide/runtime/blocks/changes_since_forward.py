@@ -13,16 +13,16 @@ from torch.utils import _pytree as pytree
 
 from hightide.ir.refusal import Refused
 from hightide.profiler.trial.state import version
-from hightide.runtime.guards.contents import Contents
+from hightide.runtime.guards.contents import ObjectContents
 
 if TYPE_CHECKING:
     from hightide.runtime.blocks.block_runner import BlockRunner
 
 
-class KeptSince:
+class ChangesSinceForward:
     """The forward of one call, which changes nothing of it."""
 
-    def __init__(self, runner: BlockRunner, contents: Contents | None) -> None:
+    def __init__(self, runner: BlockRunner, contents: ObjectContents | None) -> None:
         """`contents`: as the block is called. None: nobody looks at it."""
         self._runner, self._contents = runner, contents
         self._tensors: list[tuple[Tensor, int]] = []  # and how often they were written to

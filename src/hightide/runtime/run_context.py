@@ -1,4 +1,4 @@
-"""Surroundings of a run: what those who make it know of the model, its library and the machine."""
+"""The context of a run: what those who make it know of the model, its library and the machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _takes_all(arguments: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """The defaults are those of a block alone. A run keeps what it needs, and not this: the files of first values would
     stay with it."""
 
