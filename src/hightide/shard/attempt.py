@@ -32,11 +32,12 @@ def fresh(store: dist.Store, rank: int, world: int, timeout_s: float) -> dist.St
     kept = dist.PrefixStore(OURS, store)
     own = os.urandom(8).hex()
     kept.set(f"here/{rank}", own)
-    name = (_named if rank == 0 else _told)(kept, rank, own, world, _deadline(rank, timeout_s))
+    look = _deadline(rank, timeout_s)
+    name = _named(kept, own, world, look) if rank == 0 else _told(kept, rank, own, world, look)
     return dist.PrefixStore(f"{OURS} {name}", store)
 
 
-def _named(kept: dist.Store, rank: int, own: str, world: int, look: Callable[[str], None]) -> str:
+def _named(kept: dist.Store, own: str, world: int, look: Callable[[str], None]) -> str:
     others, before = range(1, world), ""
     while True:
         here = [own, *(_read(kept, f"here/{other}") for other in others)]

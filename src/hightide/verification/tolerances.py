@@ -39,7 +39,7 @@ class Reference:
         self.seen[key] = tensor.detach().to("cpu", copy=True)
         self.floors[key] = floor
 
-    def feel(self, key: Key, tensor: Tensor | None, floor: float) -> None:
+    def feel(self, key: Key, tensor: Tensor | None, _: float) -> None:
         """Of the second plain run. One that takes another path says nothing about the rest of it."""
         if tensor is not None and key in self.seen and self.seen[key].shape == tensor.shape:
             self.rounding[key] = _largest_difference(self.seen[key], tensor)[0]
@@ -60,7 +60,7 @@ class Comparison:
         self._passed: set[Key] = set()  # not to be compared
         self._extra: list[ComparedRow] = []
 
-    def note(self, key: Key, tensor: Tensor | None, floor: float) -> None:
+    def note(self, key: Key, tensor: Tensor | None, _: float) -> None:
         expected = self._reference.seen.get(key)
         if tensor is None:
             self._passed.add(key)

@@ -172,7 +172,7 @@ def prepare(
     model = company.all_or_none("building the model", partial(source.build, config))
     num_params = sum(param.numel() for param in model.parameters())
     optimizer = _build_optimizer(model, config.optimizer)
-    model, optimizer = _wrapped(config, console, data, company, model, optimizer, resumed)
+    model, optimizer = _wrapped(config, data, company, model, optimizer, resumed)
     calls = hightide.stats(model).plan.accumulate
     run = TrainingRun(config, console, source, data, company, decides, model, optimizer, num_params, calls)
     run.begin(resumed)
@@ -181,7 +181,6 @@ def prepare(
 
 def _wrapped(
     config: TrainConfig,
-    console: Console,
     data: TrainingData,
     company: Company,
     model: torch.nn.Module,
