@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 from hightide.ir.block import ModelProfile
-from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point, SelectiveCost
-from hightide.ir.machine import CollectiveRates, Disk, Gpu, Links, Machine, MatmulRates, SmallRequests, Speeds
+from hightide.ir.costs import Costs, Curve, LossCost, Point
+from hightide.ir.machine import Disk, Machine, Speeds
+from hightide.ir.records import joined, unruled
 from hightide.planner.predict.step_seconds import with_peaks
 from hightide.planner.problem import Problem
 
-T = TypeVar("T")
+# Of numbers, by how their names end.
+RATES = ("_per_s", "bfloat16", "float16", "float32", "tf32")
+SIZES = ("_bytes", "num_cores", "gpus_per_node", "num_nodes")
+SHARES = ("beside_copies", "copies_beside", "together")
 
 
 def slowest_problem(own: Problem, profile: ModelProfile, of_all: Sequence[tuple[Costs, Machine]]) -> Problem:
@@ -28,16 +32,7 @@ def slowest_costs(found: Sequence[Costs]) -> Costs:
     if len(numbers) > 1:
         raise ValueError(f"ranks have costs of {sorted(numbers)} kinds of calls; give all of them the same model")
     first = next((costs for costs in found if not costs.is_measured), found[0])
-    return replace(
-        first,
-        calls=tuple(map(_call, zip(*(costs.calls for costs in found), strict=True))),
-        loss=_unless_missing(_loss, [costs.loss for costs in found]),
-        memory_bytes_per_s=min(costs.memory_bytes_per_s for costs in found),
-        update_bytes_per_s=min(costs.update_bytes_per_s for costs in found),
-        glue_s=max(costs.glue_s for costs in found),
-        peaks=_peaks(found),
-        load_factor=max(costs.load_factor for costs in found),
-    )
+    return joined(found, _slowest, source=first.source)
 
 
 def slowest_machine(found: Sequence[Machine]) -> Machine:
@@ -46,47 +41,51 @@ def slowest_machine(found: Sequence[Machine]) -> Machine:
     known = [{frozenset(row.busy): row for row in machine.speeds} for machine in found]
     busy = [row.busy for row in first.speeds if all(frozenset(row.busy) in rows for rows in known)]
     estimates = {estimate.of: estimate for machine in found for estimate in machine.estimates}
-    return replace(
-        first,
+    return joined(
+        found,
+        _slowest,
         speeds=tuple(_speeds(lanes, [rows[frozenset(lanes)] for rows in known]) for lanes in busy),
-        latency_s=max(machine.latency_s for machine in found),
-        gpu=_unless_missing(_gpu, [machine.gpu for machine in found]),
-        unpinned=_unless_missing(_least, [machine.unpinned for machine in found]),
-        host=_unless_missing(_least, [machine.host for machine in found]),
-        disk=_unless_missing(_disk, [machine.disk for machine in found]),
-        links=_unless_missing(_links, [machine.links for machine in found]),
+        fingerprint=first.fingerprint,
         estimates=tuple(estimates.values()),
+        first_part=first.first_part,
     )
 
 
-def _unless_missing(join: Callable[[Sequence[T]], T], found: Sequence[T | None]) -> T | None:
-    there = [one for one in found if one is not None]
-    return join(there) if len(there) == len(found) else None
+def _slowest(name: str, values: Sequence[Any]) -> Any:
+    """Of one field of several records. What is no number is the first one's."""
+    first = values[0]
+    if None in values:
+        return None if is_dataclass(first) else first
+    if isinstance(first, str):
+        return first
+    if isinstance(first, tuple):
+        return _each(values)
+    if isinstance(first, Curve):
+        return _highest(values)
+    if isinstance(first, LossCost):
+        return _loss(values)
+    if isinstance(first, Disk):  # how it is asked is the first one's way
+        return joined(values, _slowest, request_bytes=first.request_bytes, depth=first.depth)
+    if is_dataclass(first):
+        return joined(values, _slowest)
+    if name.endswith((*RATES, *SIZES, *SHARES)) or isinstance(first, bool):
+        return min(values)
+    if name.endswith(("_s", "load_factor")):
+        return max(values)
+    raise unruled(name, first)
 
 
-# -- costs ---------------------------------------------------------------------------------------------------------
+def _each(rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Of records in rows, unless one has others than the rest."""
+    if any(len(row) != len(rows[0]) for row in rows):
+        return ()
+    return tuple(joined(records, _slowest) for records in zip(*rows, strict=True))
 
 
-def _highest(curves: Iterable[Curve]) -> Curve:
+def _highest(curves: Sequence[Curve]) -> Curve:
     """At every size that one of them has."""
-    found = list(curves)
-    sizes = sorted({point.num_samples for curve in found for point in curve.points})
-    return Curve(tuple(Point(size, max(curve.at(size) for curve in found)) for size in sizes))
-
-
-def _call(found: Sequence[CallCost]) -> CallCost:
-    names = ("forward_s", "forward_kept_s", "recompute_s", "backward_s")
-    curves: dict[str, Any] = {name: _highest(getattr(cost, name) for cost in found) for name in names}
-    selective = _unless_missing(_selective, [cost.selective for cost in found])
-    return CallCost(**curves, issue_s=max(cost.issue_s for cost in found), selective=selective)
-
-
-def _selective(found: Sequence[SelectiveCost]) -> SelectiveCost:
-    return SelectiveCost(
-        _highest(cost.forward_s for cost in found),
-        _highest(cost.recompute_s for cost in found),
-        is_measured=all(cost.is_measured for cost in found),
-    )
+    sizes = sorted({point.num_samples for curve in curves for point in curve.points})
+    return Curve(tuple(Point(size, max(curve.at(size) for curve in curves)) for size in sizes))
 
 
 def _loss(found: Sequence[LossCost]) -> LossCost:
@@ -96,53 +95,6 @@ def _loss(found: Sequence[LossCost]) -> LossCost:
     return LossCost(tokens, *(max(getattr(one, name) * tokens / one.tile_tokens for one in found) for name in names))
 
 
-def _peaks(found: Sequence[Costs]) -> tuple[CallPeaks, ...]:
-    if not all(costs.peaks for costs in found):
-        return ()
-    names = ("forward_bytes", "kept_bytes", "backward_bytes", "selective_bytes")
-    return tuple(
-        CallPeaks(*(_highest(getattr(one, name) for one in peaks) for name in names))
-        for peaks in zip(*(costs.peaks for costs in found), strict=True)
-    )
-
-
-# -- machines ------------------------------------------------------------------------------------------------------
-
-
 def _speeds(busy: tuple[Any, ...], rows: Sequence[Speeds]) -> Speeds:
     tables = [dict(zip(row.busy, row.bytes_per_s, strict=True)) for row in rows]
     return Speeds(busy, tuple(min(table[lane] for table in tables) for lane in busy))
-
-
-def _least(found: Sequence[Any]) -> Any:
-    """Of records of rates, sizes and names: the least of each number."""
-    first = found[0]
-    numbers = [name for name in vars(first) if all(isinstance(getattr(one, name), int | float) for one in found)]
-    return replace(first, **{name: min(getattr(one, name) for one in found) for name in numbers})
-
-
-def _gpu(found: Sequence[Gpu]) -> Gpu:
-    rates: MatmulRates = _least([gpu.matmul_flop_per_s for gpu in found])
-    least: Gpu = _least(found)
-    return replace(least, matmul_flop_per_s=rates)
-
-
-def _disk(found: Sequence[Disk]) -> Disk:
-    """How it is asked is the first one's way."""
-    least: Disk = _least(found)
-    first = found[0]
-    small = [one for one in first.small if all(len(disk.small) == len(first.small) for disk in found)]
-    rows: tuple[SmallRequests, ...] = tuple(_least([disk.small[at] for disk in found]) for at in range(len(small)))
-    return replace(least, small=rows, request_bytes=first.request_bytes, depth=first.depth)
-
-
-def _links(found: Sequence[Links]) -> Links:
-    least: Links = _least(found)
-    inside: CollectiveRates = _least([links.inside for links in found])
-    return replace(
-        least,
-        inside=inside,
-        across=_unless_missing(_least, [links.across for links in found]),
-        latency_s=max(links.latency_s for links in found),
-        across_latency_s=max(links.across_latency_s for links in found),
-    )

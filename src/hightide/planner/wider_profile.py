@@ -3,10 +3,12 @@ made line by line: 4 x 64 and 2 x 200 become 4 x 200."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile, Selective, Work
+from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile, Work
+from hightide.ir.records import joined, unruled
 
 Lines = Callable[[Affine, Affine], Affine]
 
@@ -27,7 +29,7 @@ def wider(one: ModelProfile, two: ModelProfile) -> ModelProfile | None:
     calls = []
     for first, second in zip(one.calls, two.calls, strict=True):
         kind = kinds.setdefault((first.kind, second.kind), len(kinds))
-        calls.append(replace(_wider_call(first, second, above), kind=kind))
+        calls.append(_wider_call(first, second, above, kind))
     return replace(
         one,
         num_samples=num_samples,
@@ -62,31 +64,28 @@ def _way(profile: ModelProfile) -> list[tuple[int, bool]]:
     return [(call.block, call.needs_backward) for call in profile.calls]
 
 
-def _wider_call(one: CallSpec, two: CallSpec, above: Lines) -> CallSpec:
-    def work(first: Work, second: Work) -> Work:
-        return Work(above(first.flop, second.flop), above(first.touched_bytes, second.touched_bytes))
-
-    def glue(first: Glue, second: Glue) -> Glue:
-        return Glue(above(first.held, second.held), above(first.peak, second.peak))
+def _wider_call(one: CallSpec, two: CallSpec, above: Lines, kind: int) -> CallSpec:
+    def lines(name: str, pair: Sequence[Any]) -> Any:
+        if isinstance(pair[0], Affine):
+            return above(*pair)
+        if isinstance(pair[0], Work | Glue):
+            return joined(pair, lines)
+        raise unruled(name, pair[0])
 
     selective = None
     if one.selective is not None and two.selective is not None:  # the rule is that of the batch that came last
-        kept, again = above(one.selective.kept, two.selective.kept), (one.selective.recompute, two.selective.recompute)
-        selective = Selective(kept, work(*again), two.selective.flop_per_byte, two.selective.num_held)
-    same = {"block", "needs_backward", "splittable", "note", "num_saved", "num_kept", "kind", "selective", "tiled"}
-    combine = {Affine: above, Work: work, Glue: glue}
-    pairs = {
-        field.name: (getattr(one, field.name), getattr(two, field.name))
-        for field in fields(CallSpec)
-        if field.name not in same
-    }
-    return replace(
-        one,
+        rule = {name: getattr(two.selective, name) for name in ("flop_per_byte", "num_held")}
+        selective = joined((one.selective, two.selective), lines, **rule)
+    return joined(
+        (one, two),
+        lines,
+        block=one.block,
+        needs_backward=one.needs_backward,
         splittable=one.splittable and two.splittable,
         note=one.note or two.note,
         num_saved=max(one.num_saved, two.num_saved),
         num_kept=max(one.num_kept, two.num_kept),
+        kind=kind,
         selective=selective,
         tiled=tuple(dict.fromkeys((*one.tiled, *two.tiled))),
-        **{name: combine[type(first)](first, second) for name, (first, second) in pairs.items()},  # type: ignore[operator]
     )

@@ -10,7 +10,7 @@ from statistics import median_low
 from typing import Any
 
 from hightide.ir.action import TICK_OPS, Mode, Op, Schedule
-from hightide.ir.block import Affine, ModelProfile
+from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.costs import CallCost, Costs, Curve, Point
 from hightide.ir.machine import CollectiveRates, Disk, Links, Machine, Speeds
 from hightide.ir.plan import Plan
@@ -181,21 +181,15 @@ def _nothing(profile: ModelProfile) -> Factors:
 
 def _scaled_profile(profile: ModelProfile, factors: Factors) -> ModelProfile:
     """What calls take inside, times the factor of their kind. What enters and leaves them is known."""
-    calls = tuple(
-        replace(
-            call,
-            forward_peak=_scaled(call.forward_peak, factors[call.kind]),
-            kept=_scaled(call.kept, factors[call.kind]),
-            lasting=_scaled(call.lasting, factors[call.kind]),
-            left=_scaled(call.left, factors[call.kind]),
-            backward_peak=_scaled(call.backward_peak, factors[call.kind]),
-            selective=call.selective and replace(call.selective, kept=_scaled(call.selective.kept, factors[call.kind])),
-        )
-        if call.kind in factors
-        else call
-        for call in profile.calls
-    )
-    return replace(profile, calls=calls)
+    calls = (_scaled_call(call, factors[call.kind]) if call.kind in factors else call for call in profile.calls)
+    return replace(profile, calls=tuple(calls))
+
+
+def _scaled_call(call: CallSpec, factor: float) -> CallSpec:
+    names = ("forward_peak", "kept", "lasting", "left", "backward_peak")
+    lines: dict[str, Any] = {name: _scaled(getattr(call, name), factor) for name in names}
+    selective = call.selective and replace(call.selective, kept=_scaled(call.selective.kept, factor))
+    return replace(call, **lines, selective=selective)
 
 
 def _scaled(line: Affine, factor: float) -> Affine:

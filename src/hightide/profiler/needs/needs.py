@@ -24,6 +24,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from hightide.ir.block import Affine, Selective, Work
+from hightide.ir.records import joined
 from hightide.ir.split import Split
 from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.fake.attention import workspace_bytes
@@ -82,27 +83,13 @@ class CallNeeds:
     def wider(self, other: CallNeeds) -> CallNeeds:
         """Enough for two equal calls of equal blocks that ask for values, and take different bytes."""
 
-        def work(one: Work, two: Work) -> Work:
-            return Work(_widest(one.flop, two.flop), _widest(one.touched_bytes, two.touched_bytes))
+        def widest(_: str, pair: Sequence[Any]) -> Any:
+            """Of lines through the origin, as those of one size are."""
+            return joined(pair, widest) if isinstance(pair[0], Work) else max(pair, key=lambda line: line.per_sample)
 
-        return replace(
-            self,
-            forward_peak=_widest(self.forward_peak, other.forward_peak),
-            kept=_widest(self.kept, other.kept),
-            backward_peak=_widest(self.backward_peak, other.backward_peak),
-            forward=work(self.forward, other.forward),
-            recompute=work(self.recompute, other.recompute),
-            backward=work(self.backward, other.backward),
-            num_kept=max(self.num_kept, other.num_kept),
-            holes=_widest(self.holes, other.holes),
-            lasting=_widest(self.lasting, other.lasting),
-            left=_widest(self.left, other.left),
-        )
-
-
-def _widest(one: Affine, two: Affine) -> Affine:
-    """Of lines through the origin, as those of one size are."""
-    return max(one, two, key=lambda line: line.per_sample)
+        num_kept = max(self.num_kept, other.num_kept)
+        same = {"kind": self.kind, "selective": self.selective, "tiled": self.tiled}
+        return joined((self, other), widest, num_kept=num_kept, **same)
 
 
 class CallMeter:
