@@ -26,6 +26,25 @@ class Buffer(StrEnum):
     UPDATED = "updated"  # what an update from disk works on. See [Note: rings of buffers] in lower/pass_through_disk.py
 
 
+class Route(StrEnum):
+    """The way of a gradient from where it is summed to where its update finds it."""
+
+    NONE = "none"  # nothing is trained
+    TABLE = "table"  # summed on the host, where its table is
+    PLACE = "place"  # summed at a place of its own on the GPU, where it waits
+    # On the GPU, from its grad slot:
+    ROUNDED_HOME = "rounded home"  # to a place in its own dtype. See [Note: gradients that wait on the GPU]
+    REDUCED_HOME = "reduced home"  # to the place of its shard, where later passes add to it
+    USED_UP = "used up"  # nowhere: its update is right afterwards, and the last to read it
+    # From the GPU, where it is summed in a grad slot, or at a place of its own if it `stays`:
+    LEAVES = "leaves"  # to the host or the disk, where it waits
+    PARKS = "parks"  # to a place on the host that it takes when it comes, and gives back after its update
+    RING = "ring"  # to a ring's buffer, where its update reads it
+
+
+FROM_SLOT = (Route.ROUNDED_HOME, Route.REDUCED_HOME, Route.USED_UP)
+LEAVING = (Route.LEAVES, Route.PARKS, Route.RING)
+READ_IN_FP32 = (Route.PLACE, Route.REDUCED_HOME, Route.USED_UP)  # by an update on the GPU
 SUM_DTYPE = "float32"  # of sums of gradients
 STAGING = (Buffer.LEAVING, Buffer.ARRIVING, Buffer.ROUNDING)
 RING_COUNTS = {  # the field of a plan that says how many buffers there are
@@ -45,6 +64,7 @@ class ChunkPlace:
     shard: ChunkSpec  # what one rank has of it at home (the first one: sizes are equal). Of one rank the chunk itself
     params: Tier  # where compute finds the values. GPU: persistent. Else they are fetched from there into slots
     home: Tier  # where an update leaves the values. Not `params` where a persistent chunk is updated elsewhere
+    route: Route  # of its gradient
     grad: Tier | None  # where a finished gradient waits. None: the update reads it from its slot or buffer, or none is
     states: Tier
     stays: bool  # its sum has a place of its own on the GPU from the first pass of a step to the last, then it leaves
@@ -52,7 +72,6 @@ class ChunkPlace:
     grad_bytes: int  # of a gradient on the link and at home
     rounds_to: str | None  # the dtype to which a finished gradient is rounded
     rounds_in_place: bool  # where it is summed: nobody else would do it, or more is added later
-    is_rounded_home: bool  # from its grad slot to its place on the GPU: see [Note: gradients that wait on the GPU]
     # That an update touches, each array once. Where it `settles`, such a part of them as its first part moves
     update_bytes: int
     num_slots: int  # that its parameters take at once
@@ -62,7 +81,6 @@ class ChunkPlace:
     buffer_bytes: Mapping[Buffer, int]
     read_bytes: int  # from disk, before an update
     is_looked_up: bool = False  # a table that never leaves the host: neither it nor its gradient has a slot
-    parks: bool = False  # its gradient takes host memory from its write-back to its update, and at no other time
     ranks: int = 1
     replicas: int = 1  # groups of them that have a copy of everything
     # Into a slot before each use, or where it stays after each update or fetch
@@ -103,8 +121,11 @@ class ChunkPlace:
 
     @cached_property
     def is_reduced_home(self) -> bool:
-        """From its grad slot to the place of its shard on the GPU, where later passes add to it."""
-        return self.num_grad_slots > 0 and self.grad is Tier.GPU and not self.is_rounded_home
+        return self.route is Route.REDUCED_HOME
+
+    @cached_property
+    def is_rounded_home(self) -> bool:
+        return self.route is Route.ROUNDED_HOME
 
     @property
     def gathered_bytes(self) -> int:
@@ -135,7 +156,12 @@ class ChunkPlace:
     @cached_property
     def leaves(self) -> bool:
         """Its gradient goes from the GPU to another tier."""
-        return self.states is not Tier.GPU and (self.stays or self.num_grad_slots > 0)
+        return self.route in LEAVING
+
+    @cached_property
+    def parks(self) -> bool:
+        """Its gradient takes host memory from its write-back to its update, and at no other time."""
+        return self.route is Route.PARKS
 
     @cached_property
     def passes_ring(self) -> bool:
@@ -149,9 +175,7 @@ class ChunkPlace:
 
     @cached_property
     def is_used_up(self) -> bool:
-        """Its gradient is summed in a grad slot, and its update, right afterwards on the GPU, is the last to read it:
-        so it needs no place of its own."""
-        return self.num_grad_slots > 0 and self.states is Tier.GPU is not self.grad
+        return self.route is Route.USED_UP
 
     @cached_property
     def is_updated_on_gpu(self) -> bool:

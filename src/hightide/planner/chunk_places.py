@@ -30,7 +30,16 @@ from hightide.ir.chunk import (
 )
 from hightide.ir.plan import GradientDtype, Sharing, Update
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner.chunk_place import RINGS, SUM_DTYPE, Buffer, ChunkPlace
+from hightide.planner.chunk_place import (
+    FROM_SLOT,
+    LEAVING,
+    READ_IN_FP32,
+    RINGS,
+    SUM_DTYPE,
+    Buffer,
+    ChunkPlace,
+    Route,
+)
 
 SLOTS_FOR_ROUNDED = 3  # as wide as its widest block: so many grad slots must be worth what waits rounded on the GPU
 
@@ -71,9 +80,10 @@ class ChunkPlaces:
         self._ranks, self._replicas, self._num_shards = ranks, replicas, ranks // replicas
         self._is_averaged = ranks > 1 or even_alone
         self._cuts = self._num_shards > 1 or even_alone
-        # Else more is added to what is rounded, or no gradient waits for the step.
+        # Else nothing is rounded, more is added to what is, or no gradient waits for the step.
         is_made_at_once = update is Update.DEFERRED and accumulate == 1 and not self._is_averaged
-        self._rounded = rounded_blocks(layout) if rounded_on_gpu and is_made_at_once else frozenset()
+        waits_rounded = rounded_on_gpu and is_made_at_once and gradients is GradientDtype.PARAM
+        self._rounded = rounded_blocks(layout) if waits_rounded else frozenset()
         self._made: dict[tuple[int, BlockTiers], ChunkPlace] = {}
 
     def at(self, chunk: ChunkSpec, tiers: BlockTiers) -> ChunkPlace:
@@ -96,6 +106,7 @@ class ChunkPlaces:
             shard=params.shard,
             params=params.tier,
             home=params.home,
+            route=gradient.route,
             grad=gradient.tier,
             states=tiers.states,
             stays=gradient.stays,
@@ -103,7 +114,6 @@ class ChunkPlaces:
             grad_bytes=gradient.num_bytes,
             rounds_to=chunk.dtype if gradient.rounds else None,
             rounds_in_place=gradient.rounds_in_place,
-            is_rounded_home=gradient.is_rounded_home,
             update_bytes=update_bytes,
             num_slots=params.num_slots,
             num_grad_slots=gradient.num_slots,
@@ -112,7 +122,6 @@ class ChunkPlaces:
             buffer_bytes=self._buffer_bytes(chunk, tiers, params, gradient, on_disk),
             read_bytes=sum(on_disk.values()),
             is_looked_up=tiers.is_table,
-            parks=gradient.parks,
             ranks=self._ranks,
             replicas=self._replicas,
             is_gathered=params.is_gathered,
@@ -140,42 +149,59 @@ class ChunkPlaces:
         )
 
     def _gradient(self, chunk: ChunkSpec, tiers: BlockTiers, params: _Params) -> _Gradient:
-        trained, states, on_host = chunk.trainable_numel > 0, tiers.states, tiers.is_table
-        several, leaves = self._accumulate > 1, states is not Tier.GPU
-        stays = several and trained and (leaves or params.is_cut) and tiers.sums is Tier.GPU and not on_host
-        # It leaves where it is summed once a step, and one update reads all of it right away.
-        leaves_once = (stays or (not several and chunk.num_backwards == 1)) and not on_host
-        is_used_at_once = leaves_once and trained and chunk.optimised_numel == chunk.trainable_numel
-        ends_where_it_stays = stays and not leaves
-        is_read_at_once = self._update is Update.IN_BACKWARD and is_used_at_once and not ends_where_it_stays
-        parks = is_read_at_once and tiers.parks and leaves
-        # Between the passes of a step a sum from disk may wait on the host.
-        at_rest = Tier.HOST if several and not stays and states is Tier.DISK and tiers.sums is Tier.HOST else states
-        tier = at_rest if trained and not is_read_at_once else Tier.HOST if parks else None
+        several, is_elsewhere = self._accumulate > 1, tiers.states is not Tier.GPU or params.is_cut
+        is_summed_on_gpu = chunk.trainable_numel > 0 and not tiers.is_table
+        stays = several and is_summed_on_gpu and is_elsewhere and tiers.sums is Tier.GPU
+        route = self._route(chunk, tiers, params, stays)
         # A dtype that is wider than the sum would only repeat zeros.
-        rounds = trained and self._gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES
-        # At home a sum to which other passes add is not rounded yet.
-        is_narrow = rounds and (stays or not several)
+        is_narrower = self._gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES
+        rounds = is_narrower and route is not Route.NONE
+        # At home a sum to which other passes add is not rounded yet, and one that the same pass adds to is again.
+        grows_later = several and not stays
+        grows_again = route in LEAVING and not several and chunk.num_backwards > 1
+        is_narrow = rounds and not grows_later
         dtype = chunk.dtype if is_narrow else SUM_DTYPE
-        is_loose = not chunk.num_backwards  # plain autograd makes its gradient
-        is_reduced_home = tier is Tier.GPU and params.is_cut and not is_loose
-        is_rounded_home = rounds and tier is Tier.GPU and _may_wait(chunk) and chunk.block in self._rounded
-        goes_home = tier is not Tier.GPU or is_reduced_home or is_rounded_home
-        has_slot = trained and goes_home and not stays and not on_host
-        again = not leaves or (chunk.num_backwards > 1 and not several)  # where it is summed, or more is added
+        has_slot = route in FROM_SLOT or (route in LEAVING and not stays)
         return _Gradient(
-            tier=tier,
+            route=route,
+            tier=self._tier(route, tiers, stays),
             stays=stays,
-            leaves=leaves,
-            parks=parks,
             rounds=rounds,
-            rounds_in_place=rounds and (not is_narrow or (again and not on_host)) and not is_rounded_home,
-            is_rounded_home=is_rounded_home,
+            rounds_in_place=rounds and (route in READ_IN_FP32 or grows_later or grows_again),
             is_narrow=is_narrow,
             dtype=dtype,
             num_bytes=params.shard.trainable_numel * DTYPE_BYTES[dtype],
             num_slots=self.layout.num_grad_slots(chunk) if has_slot else 0,
         )
+
+    def _route(self, chunk: ChunkSpec, tiers: BlockTiers, params: _Params, stays: bool) -> Route:
+        if not chunk.trainable_numel:
+            return Route.NONE
+        if tiers.is_table:
+            return Route.TABLE
+        # It leaves where it is summed once a step, and one update reads all of it right away.
+        leaves_once = stays or (self._accumulate == 1 and chunk.num_backwards == 1)
+        is_read_whole = chunk.optimised_numel == chunk.trainable_numel
+        is_read_at_once = self._update is Update.IN_BACKWARD and leaves_once and is_read_whole
+        if tiers.states is not Tier.GPU:
+            parks_or_ring = Route.PARKS if tiers.parks else Route.RING
+            return parks_or_ring if is_read_at_once else Route.LEAVES
+        if stays or not chunk.num_backwards:  # without a backward of a block plain autograd makes it
+            return Route.PLACE
+        if is_read_at_once:
+            return Route.USED_UP
+        if chunk.block in self._rounded and _may_wait(chunk):
+            return Route.ROUNDED_HOME
+        return Route.REDUCED_HOME if params.is_cut else Route.PLACE
+
+    def _tier(self, route: Route, tiers: BlockTiers, stays: bool) -> Tier | None:
+        """Where a finished gradient waits."""
+        if route in (Route.NONE, Route.USED_UP, Route.RING):
+            return None
+        # Between the passes of a step a sum from disk may wait on the host.
+        rests_on_host = self._accumulate > 1 and not stays and tiers.sums is Tier.HOST
+        is_on_host = route is Route.PARKS or (tiers.states is Tier.DISK and rests_on_host)
+        return Tier.HOST if is_on_host else tiers.states
 
     def _copies(
         self, chunk: ChunkSpec, tiers: BlockTiers, params: _Params, gradient: _Gradient
@@ -184,8 +210,8 @@ class ChunkPlaces:
         shard, grad = params.shard, gradient.tier
         copies = {(ChunkKind.PARAM, params.tier): (chunk if params.stays_whole else shard).param_bytes}
         copies.setdefault((ChunkKind.PARAM, params.home), shard.param_bytes)
-        if grad is not None and not gradient.parks:
-            is_fp32 = grad is Tier.GPU and not gradient.is_rounded_home
+        if grad is not None and gradient.route is not Route.PARKS:
+            is_fp32 = gradient.route in (Route.PLACE, Route.REDUCED_HOME)
             copies[ChunkKind.GRAD, grad] = shard.grad_bytes if is_fp32 else gradient.num_bytes
         if gradient.stays:
             copies[ChunkKind.GRAD, Tier.GPU] = chunk.grad_bytes
@@ -203,19 +229,19 @@ class ChunkPlaces:
     ) -> dict[Buffer, int]:
         """What it takes of buffers that chunks share. `on_disk`: its copies there."""
         shard, on_host = params.shard, tiers.is_table
-        leaves_gpu = gradient.leaves and (gradient.num_slots > 0 or gradient.stays)
-        passes_gpu = gradient.is_narrow and gradient.leaves and not on_host
+        leaves = gradient.route in LEAVING
+        is_staged = leaves and gradient.is_narrow
         # Sums go on, in tied chunks and where gradients are accumulated: those on disk come back too.
         comes_back = 0 if gradient.stays else on_disk.get(ChunkKind.GRAD, 0)
         is_updated_from_disk = tiers.states is Tier.DISK and chunk.trainable_numel > 0
         buffers = {
             Buffer.SLOT: -(-chunk.param_bytes // params.num_slots) if params.num_slots else 0,
             Buffer.GRAD_SLOT: -(-chunk.grad_bytes // gradient.num_slots) if gradient.num_slots else 0,
-            Buffer.LEAVING: _staged_bytes(shard, LEAVING_NUMEL) if passes_gpu else 0,
-            Buffer.ARRIVING: _staged_bytes(shard, STAGING_NUMEL) if passes_gpu else 0,
+            Buffer.LEAVING: _staged_bytes(shard, LEAVING_NUMEL) if is_staged else 0,
+            Buffer.ARRIVING: _staged_bytes(shard, STAGING_NUMEL) if is_staged else 0,
             Buffer.ROUNDING: _staged_bytes(shard, STAGING_NUMEL) if gradient.rounds and not on_host else 0,
             Buffer.READ: max(on_disk.get(ChunkKind.PARAM, 0), comes_back),
-            Buffer.WRITTEN: gradient.num_bytes if leaves_gpu and gradient.tier is not Tier.HOST else 0,
+            Buffer.WRITTEN: gradient.num_bytes if leaves and gradient.tier is not Tier.HOST else 0,
             Buffer.UPDATED: sum(map(on_disk_bytes, on_disk.values())) if is_updated_from_disk else 0,
         }
         return {
@@ -229,7 +255,7 @@ class ChunkPlaces:
     ) -> tuple[int, int]:
         """Of its update, or of its two parts where states are written later."""
         shard = params.shard
-        read_bytes = DTYPE_BYTES[gradient.dtype] if gradient.leaves or gradient.is_rounded_home else GRAD_BYTES
+        read_bytes = GRAD_BYTES if gradient.route in READ_IN_FP32 else DTYPE_BYTES[gradient.dtype]
         whole = shard.optimised_numel * (read_bytes + DTYPE_BYTES[chunk.dtype]) + shard.state_bytes
         has_states = shard.optimised_numel > 0 and len(shard.rule_states) > 0
         on_host = tiers.states is gradient.tier is Tier.HOST and not tiers.is_table
@@ -253,13 +279,11 @@ class _Params(NamedTuple):
 class _Gradient(NamedTuple):
     """Of one chunk; what its fields mean: ChunkPlace."""
 
+    route: Route
     tier: Tier | None
     stays: bool
-    leaves: bool  # the GPU, for its update
-    parks: bool
     rounds: bool
     rounds_in_place: bool
-    is_rounded_home: bool
     is_narrow: bool  # at home
     dtype: str  # at home
     num_bytes: int  # at home
