@@ -119,7 +119,7 @@ def _await_gather(draft: Draft, tick: Action, chunk: int) -> None:
 
 
 def _bring(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, evicts: list[Action]) -> None:
-    brought, is_here = _fetch(draft, place, tick, slot, evicts), place.home is Tier.GPU
+    brought, is_here = _fetch(place, tick, slot, evicts), place.home is Tier.GPU
     if not is_here:
         draft.actions.append(brought)
     if place.is_gathered:
@@ -135,7 +135,7 @@ def _bring(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, evic
     draft.awaited[tick.tick].append(brought.id)
 
 
-def _fetch(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, evicts: list[Action]) -> Action:
+def _fetch(place: ChunkPlace, tick: Action, slot: int | None, evicts: list[Action]) -> Action:
     chunk = place.chunk
     return _FETCH.changed(
         id=ActionKey(Op.FETCH, chunk.index, ChunkKind.PARAM, tick.id),
