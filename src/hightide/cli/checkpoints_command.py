@@ -21,7 +21,7 @@ from hightide.cli.target import JsonOption
 from hightide.cli.train.run_folder import CHECKPOINTS
 from hightide.ir.codec import to_json
 from hightide.ir.foreign import KEPT, shown
-from hightide.ir.units import clipped, format_bytes
+from hightide.ir.units import clipped, format_bytes, format_count
 
 _HEADINGS = ("step", "loss", "size", "params", "age", "state", "plan")
 WHOLE, VERIFIED, DAMAGED, UNFINISHED = "whole", "verified", "damaged", "unfinished"
@@ -174,20 +174,11 @@ def _cells(report: CheckpointReport) -> tuple[str, ...]:
         str(report.step),
         "-" if report.loss is None else f"{report.loss:.4g}",
         "-" if report.num_bytes is None else format_bytes(report.num_bytes),
-        "-" if report.parameters is None else _count(report.parameters),
+        "-" if report.parameters is None else format_count(report.parameters),
         "-" if report.time is None else _age(time.time() - report.time),
         report.state,
         "-" if report.plan is None else shown(" ".join(report.plan.split())),
     )
-
-
-def _count(number: int) -> str:
-    if abs(number) >= 10**15:
-        return f"{number:.0e}"
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if abs(number) >= size:
-            return f"{number / size:.{1 if abs(number) < 100 * size else 0}f}{unit}"
-    return str(number)
 
 
 def _age(seconds: float) -> str:

@@ -9,9 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hightide.cli.tide_page import count
 from hightide.ir.tier import Lane
-from hightide.ir.units import format_bytes, format_flop, format_seconds
+from hightide.ir.units import format_bytes, format_count, format_flop, format_seconds
 from hightide.planner.advice.explain import WIDTH
 from hightide.planner.advice.helpful import Change, Improvements
 from hightide.planner.advice.why import NOISE, Reasons
@@ -43,7 +42,7 @@ def show(console: Console, report: PlanReport, plan_text: str) -> None:
 
 def _subject(subject: Subject) -> list[str]:
     trained = subject.num_trained_params
-    share = "" if trained == subject.num_params else f", {count(trained)} trained"
+    share = "" if trained == subject.num_params else f", {format_count(trained)} trained"
     tokens = f" x {subject.tokens_per_sample} tokens" if subject.tokens_per_sample > 1 else " samples"
     source = "measured" if subject.machine_is_measured else "estimated"
     limits = f"GPU {format_bytes(subject.gpu_limit_bytes)}, host {format_bytes(subject.host_limit_bytes)}"
@@ -51,7 +50,7 @@ def _subject(subject: Subject) -> list[str]:
     is_one = subject.gpus_per_node * subject.nodes == 1
     nodes = "" if subject.nodes == 1 else f"{subject.nodes} nodes of "
     return [
-        f"{subject.model}: {count(subject.num_params)} parameters{share}",
+        f"{subject.model}: {format_count(subject.num_params)} parameters{share}",
         f"{subject.num_samples}{tokens} per step{'' if is_one else ' and GPU'} on {subject.machine} ({source})",
         *([] if is_one else [f"ranks: {nodes}{subject.gpus_per_node} GPUs, a batch each"]),
         f"limits{'' if is_one else ' of each rank'}: {limits}",

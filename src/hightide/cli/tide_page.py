@@ -9,7 +9,7 @@ import typer
 
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Timeline
-from hightide.ir.units import format_bytes
+from hightide.ir.units import format_bytes, format_count
 from hightide.planner.problem import Problem
 from hightide.planner.solution import Solution
 from hightide.process import files
@@ -32,18 +32,13 @@ def save_page(
     files.write_text(path, page)
 
 
-def count(numel: int) -> str:
-    """Short text for people: 8030261248 -> '8.03B'."""
-    return f"{numel / 1e9:.2f}B" if numel >= 1e9 else f"{numel / 1e6:.2f}M"
-
-
 def _facts(solution: Solution) -> str:
     profile, plan = solution.profile, solution.plan
     numel = sum(spec.numel for spec in profile.params)
     blocks = len({call.block for call in profile.calls})
     moved = {lane: solution.passes.moved_bytes(lane) for lane in (Lane.H2D, Lane.D2H)}
     return (
-        f"{count(numel)} parameters in {blocks} blocks, {plan.num_samples} samples in micro-batches of "
+        f"{format_count(numel)} parameters in {blocks} blocks, {plan.num_samples} samples in micro-batches of "
         f"{plan.micro_batch}, updates {str(plan.update).replace('_', ' ')}; {format_bytes(moved[Lane.H2D])} to the GPU "
         f"and {format_bytes(moved[Lane.D2H])} from it per step"
     )

@@ -50,6 +50,16 @@ def counted(number: int, what: str, several: str = "") -> str:
     return f"{number:,} {what if number == 1 else several or f'{what}s'}"
 
 
+def format_count(number: int) -> str:
+    """Short text for people: 8030261248 -> '8.03B'."""
+    if abs(number) >= 10**15:
+        return f"{number:.0e}"
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.2f}{letter}"
+    return str(number)
+
+
 def format_bytes(num_bytes: int) -> str:
     """Short text for people: 1536 -> '1.5 KiB'."""
     size, unit = float(num_bytes), "B"

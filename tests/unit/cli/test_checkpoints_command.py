@@ -43,7 +43,7 @@ def test_a_run_and_its_checkpoints_are_listed_by_step(run: Path, below: str) -> 
     heading, *rows = result.stdout.splitlines()
     assert heading.split() == ["step", "loss", "size", "params", "age", "state", "plan"]
     assert [row.split()[0] for row in rows] == ["20", "40", "100"]
-    assert rows[0].split()[1:5] == ["2.5", "19.5", "KiB", "8.0B"]
+    assert rows[0].split()[1:5] == ["2.5", "19.5", "KiB", "8.03B"]
     assert all("  whole  24.0 GiB GPU, 96.0 GiB host, 4 samples" in row for row in rows)
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 

@@ -406,7 +406,7 @@ def test_a_file_that_cannot_be_written_is_one_message(
 
 
 def test_a_name_between_colons_is_no_emoji(source: Path) -> None:
-    assert plan(f"{source}:llama").stdout.startswith("mine.py:llama: 0.00M parameters\n")
+    assert plan(f"{source}:llama").stdout.startswith("mine.py:llama: 2.40k parameters\n")
 
 
 def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> None:

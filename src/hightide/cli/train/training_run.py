@@ -40,7 +40,7 @@ from hightide.cli.train.stop_request import stop_request
 from hightide.cli.train.trained_model import save_trained, write_sample
 from hightide.cli.train.training_data import TrainingData
 from hightide.data.batches import Call, RankPart, Steps, all_rows
-from hightide.ir.units import counted, format_bytes
+from hightide.ir.units import counted, format_bytes, format_count
 
 STATE_BYTES, MASTER_BYTES = 12, 4  # of each parameter that trains, in fp32
 ECHO_S = 5.0  # in which torchrun hands on a Ctrl-C that its ranks have
@@ -134,10 +134,10 @@ class TrainingRun:
         show_plan(self.console, plan.explain())
         compiled = ", blocks compiled in the first step" if self.config.compile else ""
         trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
-        train_text = "" if trained == self.num_params else f", of which {count_text(trained)} train"
+        train_text = "" if trained == self.num_params else f", of which {format_count(trained)} train"
         self.console.print(
             f"device: {device_text(self.device)}{compiled}\n"
-            f"{count_text(self.num_params)} parameters{train_text}: {format_bytes(self.states_bytes)} with gradients "
+            f"{format_count(self.num_params)} parameters{train_text}: {format_bytes(self.states_bytes)} with gradients "
             f"and moments\n{_limits_text(plan)}",
             markup=False,
         )
@@ -343,10 +343,3 @@ def _limits_text(plan: hightide.Plan) -> str:
     if plan.disk_limit_bytes:
         text += f", host {format_bytes(plan.host_limit_bytes)}, disk {format_bytes(plan.disk_limit_bytes)}"
     return text
-
-
-def count_text(number: int) -> str:
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.2f}{letter}"
-    return str(number)
