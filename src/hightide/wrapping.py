@@ -219,11 +219,12 @@ def _make_run(
     adapted = {id(param) for param in lora.adapted_parameters(model)}
     names = {name for name, param in model.named_parameters() if id(param) in adapted}
     check_modules(model, solution.profile, probed, names)
+    around_call = transformers.around_call(model)
     context = RunContext(
         first_values(model),
         transformers.training_checks(model, asked.batch),
-        transformers.around_call(model),
-        KnownBatches(example.with_samples(solution.plan.num_samples)),
+        around_call,
+        KnownBatches(example.with_samples(solution.plan.num_samples), looks_on_gpu=around_call is not None),
         partial(_admission, solution, asked, collectives),
         names,
         measured_products(asked.device),

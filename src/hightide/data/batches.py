@@ -62,12 +62,15 @@ class Batches:
         return batch
 
     def example(self, num_rows: int) -> Batch:
-        """Of the largest shape, with a row as full as any: how much memory a step takes follows from it."""
+        """Of the largest shape, with a row as full as any: how much memory a step takes follows from it. It is padded
+        if any batch may be: with a mask of ones models compute without one."""
         fullest = int(self._num_tokens.argmax())
         most = max(range(len(self)), key=lambda row: (len(self._rows.of(row)), row)) if self._has_positions else fullest
         batch = self._padded([most] * num_rows)
-        whole = PadToBucket(lambda _: batch, self.lengths[-1:], pad_values=self._padded.pad_values)
-        return whole([])
+        example = PadToBucket(lambda _: batch, self.lengths[-1:], pad_values=self._padded.pad_values)([])
+        if self._has_mask and int(self._num_tokens.min()) < self.lengths[-1]:
+            example["attention_mask"][-1, -1] = 0
+        return example
 
     def num_learned(self, rows: Sequence[int]) -> int:
         return int(self._num_learned[list(rows)].sum())

@@ -1,8 +1,9 @@
 """Batches of which it is known that the plan holds them, and who is asked about others.
 
 [Note: larger batches] A plan is made for one batch, the example. It holds every batch that is larger nowhere: no more
-samples, no size of any tensor above that of the same tensor, no tensor that the example did not have. Any other batch
-is profiled before its pass begins, which takes no memory of the GPU, and the plan is held against it. If it does not
+samples, no size of any tensor above that of the same tensor, no tensor that the example did not have, and no mask that
+leaves something out where that of the example is of ones: models then compute with a mask of S x S. Any other batch is
+profiled before its pass begins, which takes no memory of the GPU, and the plan is held against it. If it does not
 hold, the run is planned again for all batches so far, and moved; or the batch is refused, while nothing has happened
 yet. See observe/larger_batches.py; of several ranks all ask, and all do the same: observe/ranked_batches.py.
 
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.call_tree import Arguments
+from hightide.profiler.model.samples import Samples
 from hightide.stores.store import OutOfMemory
 
 
@@ -31,8 +33,15 @@ class Admission(Protocol):
 
 
 class KnownBatches:
-    def __init__(self, example: BatchSizes) -> None:
+    def __init__(self, example: BatchSizes, looks_on_gpu: bool = False) -> None:
+        """`looks_on_gpu`: a look into a mask that is there costs nothing, because the model's library waits for it."""
         self._largest = [example]  # none of them holds another
+        self._looks_on_gpu = looks_on_gpu
+
+    def sizes_of(self, batch: Arguments, samples: Samples) -> BatchSizes:
+        """Into what cannot be larger by its values nobody looks."""
+        masks = frozenset().union(*(known.ones for known in self._largest))
+        return BatchSizes.of(batch, samples, masks, self._looks_on_gpu)
 
     def hold(self, sizes: BatchSizes) -> bool:
         return any(known.holds(sizes) for known in self._largest)

@@ -135,7 +135,7 @@ class ModelPasses:
 
     def _check_batch(self, batch: Arguments) -> None:
         if self._run.batches is not None and self._run.admission is not None:
-            sizes = BatchSizes.of(batch, self._run.probed.samples)
+            sizes = self._run.batches.sizes_of(batch, self._run.probed.samples)
             if self._run.begins_forward(not self._run.batches.hold(sizes)):
                 self._run.admission.admit(batch, sizes)
         probed, most = self._run.probed, self._run.plan.num_samples

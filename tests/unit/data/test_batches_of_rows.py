@@ -74,6 +74,17 @@ def test_a_padded_batch_has_a_mask_and_one_of_a_few_lengths() -> None:
     assert batches.example(3)["input_ids"].shape == (3, 200)
 
 
+@pytest.mark.parametrize(("lengths", "leaves_out"), [([5, 9, 3], True), ([9, 9, 9], False)])
+def test_the_example_is_padded_if_a_batch_may_be(lengths: list[int], leaves_out: bool) -> None:
+    """With a mask of ones models take less memory than with one that leaves a token out."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    ids = torch.arange(int(starts[-1]), dtype=torch.int32)
+    data = Sequences(ids, torch.ones(len(ids), dtype=torch.bool), starts, RowKind.CHAT)
+    batches = Batches(data, one_each(data), 12, PAD, one_shape=False)
+    for number in (1, 3):
+        assert (batches.example(number)["attention_mask"] == 0).any() == leaves_out
+
+
 def test_shares_of_calls_are_those_of_the_tokens_that_are_learned() -> None:
     for batches in (packed(), padded()):
         for world, calls in ((1, 1), (1, 4), (2, 2), (4, 1)):

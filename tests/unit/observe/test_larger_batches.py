@@ -165,6 +165,36 @@ def test_larger_batches_are_planned_anew(name: str) -> None:
     pair.close()
 
 
+def padded(batch: dict[str, Any]) -> dict[str, Any]:
+    mask = batch["attention_mask"].clone()
+    mask[1, mask.shape[1] // 2 :] = 0
+    return batch | {"attention_mask": mask}
+
+
+def test_a_mask_that_leaves_something_out_is_planned_for() -> None:
+    """Its sizes are those of one of ones, with which the example computes without a mask."""
+    full = tokens(8, 64, mask=True)
+    model = models.llama()[0]
+    least, most = needed(model, full), needed(model, padded(full))
+    assert least < most
+    pair = wrapped(model, full, most)
+    assert not pair.step(full)
+    (said,) = pair.step(padded(full))
+    assert AGAIN in said and "attention_mask 8x64, " in said and "attention_mask 8x64 of ones" in said
+    assert not pair.step(full) and not pair.step(padded(full))
+    pair.close()
+
+
+def test_a_mask_that_does_not_fit_is_refused_before_memory_runs_out() -> None:
+    full = tokens(8, 64, mask=True)
+    model = models.llama()[0]
+    pair = wrapped(model, full, needed(model, full))
+    pair.step(full)
+    with pytest.raises(Refused, match=r"of ones.*it does not fit.*samples fit"):
+        pair.step(padded(full))
+    hightide.unwrap(pair.model)
+
+
 class TwoWays(nn.Module):
     """Of two blocks each batch calls one."""
 

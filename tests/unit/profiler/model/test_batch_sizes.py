@@ -61,3 +61,48 @@ def test_the_largest_are_remembered() -> None:
     assert not known.hold(sizes(x=(4, 20))) and str(known) == "x 4x10; or x 2x20"
     known.raise_samples(4)
     assert known.hold(sizes(x=(4, 20))) and str(known) == "x 4x20"
+
+
+class Watched(torch.Tensor):
+    """Says when somebody looks into it."""
+
+    looks = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "eq" in getattr(func, "__name__", ""):
+            Watched.looks += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_mask_that_leaves_something_out_is_larger_than_one_of_ones() -> None:
+    ones, ids = torch.ones(4, 6, dtype=torch.long), torch.arange(24).view(4, 6)
+    holes = ones.clone()
+    holes[0, 5] = 0
+    for full, left_out in ((ones, holes), (ones.bool(), holes.bool())):
+        known = KnownBatches(BatchSizes.of({"ids": ids, "mask": full}, Samples.FIRST))
+        again = known.sizes_of({"ids": ids, "mask": full.clone()}, Samples.FIRST)
+        larger = known.sizes_of({"ids": ids[:2], "mask": left_out[:2]}, Samples.FIRST)
+        assert known.hold(again) and not known.hold(larger)
+        assert known.hold(known.sizes_of({"ids": ids}, Samples.FIRST))  # without a mask nothing is left out
+        assert str(known) == "ids 4x6, mask 4x6 of ones" and BatchSizes.from_plain(again.plain()) == again
+        known.add(larger.with_samples(4))
+        assert known.hold(again) and known.hold(larger) and str(known) == "ids 4x6, mask 4x6"
+
+
+def test_nobody_looks_into_what_cannot_be_larger_by_its_values() -> None:
+    ones = torch.ones(4, 6, dtype=torch.long)
+    batch = {"ids": torch.arange(24).view(4, 6).as_subclass(Watched), "mask": ones.as_subclass(Watched)}
+    known = KnownBatches(BatchSizes.of(batch, Samples.FIRST))
+    Watched.looks = 0
+    known.sizes_of(batch, Samples.FIRST)
+    assert Watched.looks == 1  # the mask
+    known.add(BatchSizes.of({**batch, "mask": ones * 0}, Samples.FIRST))
+    Watched.looks = 0
+    known.sizes_of(batch, Samples.FIRST)
+    assert Watched.looks == 0
+
+
+def test_weights_of_a_loss_are_no_mask() -> None:
+    found = BatchSizes.of({"weights": torch.ones(4, 6), "classes": torch.ones(4, dtype=torch.long)}, Samples.FIRST)
+    assert not found.ones
