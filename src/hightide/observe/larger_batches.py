@@ -86,11 +86,13 @@ class LargerBatches:
             for one in found:
                 if one.profile is None:
                     self._let_in_unknown(one.sizes)
-            if not known:
-                return
-            following = self._decided([profile for _, profile in known], told, why_not)
+            following = self._decided([profile for _, profile in known], told, why_not) if known else None
             if following is not None:
                 self._move_to(following, told)
+            elif run.observer is not None:
+                run.observer.let_in_larger()
+            if not known:
+                return
             for one, profile in known:
                 self._remember(profile, one.sizes)
         took = format_seconds(time.perf_counter() - began_s)

@@ -57,7 +57,16 @@ class RankedWatch(Watch):
     def end_step(self) -> None:
         was_comparing = self._is_comparing
         super().end_step()
-        if was_comparing and not self._is_comparing and self._next is None:  # nobody comes back to it
+        if was_comparing:
+            self._leave()
+
+    def let_in_larger(self) -> None:
+        super().let_in_larger()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nobody comes back to what is no longer compared."""
+        if not self._is_comparing and self._next is None:
             self.is_watching, self._run.observer = False, None
 
     def _follow(self, following: Following | None) -> None:

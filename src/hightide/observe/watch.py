@@ -174,6 +174,9 @@ class Watch:
         elif self._run.num_steps >= (WARM_STEPS if self._times is None else PATIENCE):
             self._end_comparing()
 
+    def let_in_larger(self) -> None:
+        self._end_comparing()
+
     def _shortage_of_step(self) -> MemoryShortage | None:
         is_plain = self._run.num_passes - self._num_passes == self._num_watched  # else graphs were alive side by side
         self._num_watched, self._num_passes = 0, self._run.num_passes

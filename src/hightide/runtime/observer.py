@@ -51,6 +51,9 @@ class Observer(Protocol):
     def end_step(self) -> None:
         """After optimizer.step()."""
 
+    def let_in_larger(self) -> None:
+        """A batch comes that is larger than the one of the forecast, and the plan stays."""
+
 
 def watched_pass(
     run: Run, observer: Observer, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -185,6 +185,19 @@ def test_a_mask_that_leaves_something_out_is_planned_for() -> None:
     pair.close()
 
 
+def test_what_a_larger_batch_takes_is_not_held_against_the_forecast_of_the_example() -> None:
+    """It was let in because the plan has room for it."""
+    full = tokens(8, 64, mask=True)
+    model = models.llama()[0]
+    pair = wrapped(model, full, 64 * 2**20)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*forecast")
+        for _ in range(2):
+            step_of(pair.model, pair.optimizer, padded(full))
+    assert pair.run.gpu.peak_bytes > pair.run.plan.forecast.gpu_peak_bytes
+    hightide.unwrap(pair.model)
+
+
 def test_a_mask_that_does_not_fit_is_refused_before_memory_runs_out() -> None:
     full = tokens(8, 64, mask=True)
     model = models.llama()[0]
