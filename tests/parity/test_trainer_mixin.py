@@ -131,6 +131,17 @@ def test_an_epoch_that_ends_in_the_middle_of_a_step(tmp_path: Path) -> None:
     assert_close_weights(plain.model.state_dict(), wrapped.model.state_dict())
 
 
+def test_nobody_is_told_of_a_shorter_last_step(tmp_path: Path) -> None:
+    """The number of calls is the plan's, and no promise of the user."""
+    one = trainer(tmp_path, gradient_accumulation_steps=5, max_steps=-1, num_train_epochs=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*wrapped with accumulate")
+        one.train()
+    plan = hightide.stats(one.model).plan
+    assert plan.accumulate > 1 and one.state.global_step > len(one.get_train_dataloader()) // 5
+    hightide.unwrap(one.model)
+
+
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=long)])
 def test_autocast(precision: str, tmp_path: Path) -> None:
     check(tmp_path, {"micro_batch": 2}, error=1e-3, **{precision: True})

@@ -214,6 +214,7 @@ class TrainerMixin(CheckpointMixin):
             _, self.optimizer = api.wrap_again(self.model, optimizer, example, earlier.plan, device=device, **options)
         run = self._run
         assert run is not None
+        run.executor.promises.stay_silent()  # an epoch may end with fewer batches
         self._calls = run.plan.accumulate if is_free else None
         self._is_wrapped_here = True
         if self.args.save_strategy != "no":

@@ -150,6 +150,10 @@ class Promises:
         self.owes_step = False
         self._num_backwards = 0
 
+    def stay_silent(self) -> None:
+        """About steps of other lengths: whoever has made the loop knows of them, and the user has promised nothing."""
+        self._was_told = True
+
     def _tell(self, what: str) -> None:
         """A step of one backward has promised nothing."""
         if self._accumulate == 1 or self._was_told:
