@@ -47,7 +47,7 @@ def slowest_machine(found: Sequence[Machine]) -> Machine:
         speeds=tuple(_speeds(lanes, [rows[frozenset(lanes)] for rows in known]) for lanes in busy),
         fingerprint=first.fingerprint,
         estimates=tuple(estimates.values()),
-        first_part=first.first_part,
+        first_part=max((one.first_part for one in found if one.first_part is not None), default=None),
     )
 
 
@@ -55,7 +55,7 @@ def _slowest(name: str, values: Sequence[Any]) -> Any:
     """Of one field of several records. What is no number is the first one's."""
     first = values[0]
     if None in values:
-        return None if is_dataclass(first) else first
+        return None
     if isinstance(first, str):
         return first
     if isinstance(first, tuple):

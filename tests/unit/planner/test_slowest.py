@@ -66,3 +66,15 @@ def test_machines_are_as_slow_as_the_slowest_in_each_way() -> None:
     found = slowest_machine([slow_copies, slow_links])
     assert found.speeds == slow_copies.speeds and found.latency_s == 1.0
     assert found.links == slow_links.links and found.disk is None
+
+
+def test_the_first_part_of_an_update_is_that_of_the_slowest_and_unknown_rates_stay_unknown() -> None:
+    assert MACHINE.gpu is not None
+    slow, fast, old = (replace(MACHINE, first_part=part) for part in (1.4, 1.1, None))
+    assert slowest_machine([fast, slow]).first_part == slowest_machine([old, slow]).first_part == 1.4
+    assert slowest_machine([old, old]).first_part is None
+    assert MACHINE.gpu.matmul_flop_per_s.tf32 is not None
+    rates = replace(MACHINE.gpu.matmul_flop_per_s, tf32=None)
+    unknown = replace(MACHINE, gpu=replace(MACHINE.gpu, matmul_flop_per_s=rates))
+    for found in (slowest_machine([MACHINE, unknown]), slowest_machine([unknown, MACHINE])):
+        assert found.gpu is not None and found.gpu.matmul_flop_per_s == rates
