@@ -13,6 +13,7 @@ from hightide.asked import Asked
 from hightide.checkpoint.pretrained_folder import save_pretrained
 from hightide.free_memory import room_on, warn_of_moving_in, warn_of_reserve, warn_of_room
 from hightide.integrations import lora, transformers
+from hightide.integrations.model_files import written_here
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.loading.first_values import first_values
@@ -229,6 +230,7 @@ def _make_run(
         names,
         measured_products(asked.device),
         None if collectives is None else save_pretrained,
+        written_here,
     )
     seem_unloaded(model, False)
     run = Run(model, solution, probed, context, asked.device, asked.compile, disks=asked.disks, collectives=collectives)

@@ -34,6 +34,7 @@ BUILD = {
     "llama_tied": lambda: models.llama(tied=True, num_layers=2, num_samples=NUM_SAMPLES),
     "llama_dropout": lambda: models.llama(num_layers=2, dropout=0.2, num_samples=NUM_SAMPLES),
     "lora": lambda: with_adapters(*models.llama(num_layers=2, num_samples=NUM_SAMPLES)),
+    "lora_inside": lambda: with_adapter_inside(*models.llama(num_layers=2, num_samples=NUM_SAMPLES)),
     "qwen3_moe": lambda: models.qwen3_moe(num_layers=2, num_samples=NUM_SAMPLES),
 }
 
@@ -46,6 +47,15 @@ def with_adapters(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
     adapted = peft.get_peft_model(model, config)
     adapted.add_adapter("judge", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     return adapted.train(), example
+
+
+def with_adapter_inside(model: Any, example: Any) -> tuple[nn.Module, Any]:
+    """As transformers itself puts it in."""
+    import peft
+
+    torch.manual_seed(4)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model.train(), example
 
 
 def built(subject: str, dtype: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -200,6 +210,28 @@ def pretrained(rank: int, world: int, subject: str, where: str, folder: str) -> 
     if rank == 0:
         model.save_pretrained(f"{folder}/plain")
     return {"num_tensors": len(state), "digest": digest(dict(state)), "refusal": refusal}
+
+
+def in_groups(rank: int, world: int, folder: str, subject: str, groups: list[list[int]]) -> list[str]:
+    """Each group trains a model, and saves it in folders of its own; and each rank a plain one. The files there are."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mine = next(members for members in groups if rank in members)
+    group = {members[0]: dist.new_group(members) for members in groups}[mine[0]]
+    model, optimizer, example = built(subject, "float32")
+    hightide.save(model, optimizer, f"{folder}/{rank}/plain", step=0)
+    plan = Plans(model, optimizer, example).of(len(mine), "mixed")
+    model, optimizer = hightide.wrap(model, optimizer, example, plan=plan, group=group)
+    trained(model, optimizer, subject, "float32", rank, 0, 1)
+    own = f"{folder}/{mine[0]}"
+    hightide.save(model, optimizer, f"{own}/saved", wait=True, on_error="raise")
+    model.save_pretrained(f"{own}/pretrained")
+    state = model.state_dict()
+    if rank == mine[0]:
+        model.save_pretrained(f"{own}/state", state_dict=state)
+    hightide.unwrap(model)
+    dist.barrier()
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
 # ---- what goes wrong

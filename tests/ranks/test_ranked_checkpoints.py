@@ -129,6 +129,25 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize(
+    ("subject", "groups", "names"),
+    [
+        ("llama_tied", [[0], [1, 2]], {"config.json", "model.safetensors"}),
+        ("lora_inside", [[0, 1], [2]], {"adapter_config.json", "adapter_model.safetensors"}),
+    ],
+)
+def test_folders_are_whole_whichever_ranks_write_them(
+    checkpoints: StartedRanks, subject: str, groups: list[list[int]], names: set[str], tmp_path: Path
+) -> None:
+    """transformers writes on the first of all ranks only; here others have models of their own, together or alone."""
+    own = {"subject": subject, "folder": str(tmp_path), "groups": groups}
+    found, *_ = (rank.result for rank in checkpoints.run("in_groups", 3, WITHIN_S, **own))
+    folders = [f"{rank}/plain/step-0" for rank in range(3)]
+    folders += [f"{group[0]}/{where}" for group in groups for where in ("saved/step-1", "pretrained", "state")]
+    for folder in folders:
+        assert names <= {Path(name).name for name in found if name.startswith(f"{folder}/")}, folder
+
+
 FAILURES = {
     ("full", 1): "cannot be written by rank 1: No space left on device",
     ("full", 0): "cannot be written: it needs",

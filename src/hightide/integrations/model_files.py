@@ -26,6 +26,7 @@ from hightide.profiler.switches.caches import is_pretrained
 MODEL, ADAPTER, TRAINED = "model", "adapter_model", "trained"  # the files' names begin so; further adapters: FOLDER/...
 DEFAULT = "default"  # the adapter that PEFT writes without a folder of its own
 SUFFIX = ".safetensors"
+ASKED_WHO_WRITES = "should_save_on_this_rank"  # of transformers
 
 
 class Named(NamedTuple):
@@ -209,7 +210,7 @@ def _asked(model: Any, tensors: Mapping[str, Tensor], name: str, folder: str) ->
     numbers = {name: number for number, name in enumerate(names.values())}
     marks = {name: torch.tensor([numbers[names[id(tensor)]]]) for name, tensor in tensors.items()}
     options = {} if is_pretrained(model) else {"selected_adapters": [name]}
-    with TemporaryDirectory() as made, without_bars():
+    with TemporaryDirectory() as made, without_bars(), written_here(model):
         model.save_pretrained(made, state_dict=marks, **options)
         file = next(Path(made).rglob(f"{ADAPTER}*{SUFFIX}"))
         found = {stored: int(mark.read().flatten()[0]) for stored, mark in read_header(file).items()}
@@ -223,9 +224,25 @@ def _asked(model: Any, tensors: Mapping[str, Tensor], name: str, folder: str) ->
 
 def _small_files(model: Any, **options: Any) -> dict[str, bytes]:
     """What it writes beside its tensors."""
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, written_here(model):
         model.save_pretrained(folder, **options)
         return {one.name: one.read_bytes() for one in Path(folder).iterdir() if one.is_file() and one.suffix != SUFFIX}
+
+
+@contextmanager
+def written_here(model: nn.Module) -> Iterator[None]:
+    """Its `save_pretrained` writes. In a process group transformers does so on the first of all ranks alone, whoever
+    has been asked: what another one saves, in a folder of its own or for its own group, would silently not be there."""
+    if not hasattr(type(model), ASKED_WHO_WRITES):
+        yield
+        return
+    before = {name: value for name, value in model.__dict__.items() if name == ASKED_WHO_WRITES}
+    model.__dict__[ASKED_WHO_WRITES] = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.__dict__[ASKED_WHO_WRITES]
+        model.__dict__.update(before)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Run(RunValues):
         self.num_steps = 0
         self.step_s = 0.0
         self._stepped_at_s: float | None = None
-        self.save_pretrained = context.save_pretrained
+        self.save_pretrained, self.written_here = context.save_pretrained, context.written_here
         self.tells_all = False  # state dicts of several ranks are whole on each of them
         self.save_under_way: Callable[[], object] = lambda: None  # of several ranks: waits for its end
         self.when_memory_is_fixed: Callable[[], object] = lambda: None  # called when memory of another plan is in place

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from hightide.ir.machine import MatmulRates
 from hightide.runtime.chunks.origin import FirstValues
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     from hightide.runtime.run import Run
 
 AroundCall = Callable[[tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[None]]
+
+
+def _as_it_is(model: nn.Module) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _takes_all(arguments: Mapping[str, Any]) -> None:
@@ -34,3 +40,4 @@ class RunContext:
     unwritten: Collection[str] = ()  # parameters whose versions grow without a write
     products: MatmulRates | None = None  # how fast the GPU multiplies; None: nobody has measured it
     save_pretrained: Callable[..., object] | None = None  # of several ranks: takes the run, a module and a folder
+    written_here: Callable[[nn.Module], AbstractContextManager[None]] = _as_it_is  # whichever rank its library is on

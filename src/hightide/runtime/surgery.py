@@ -11,6 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -136,11 +137,14 @@ class SavesInPlace:
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Files are written from where the values lie: a copy of a model that hardly fits would not fit. Of several
         ranks all call it."""
+        assert isinstance(self, nn.Module)
         together = self.hightide_run.save_pretrained
         if together is not None and kwargs.get("state_dict") is None:
             with deferred:
                 return together(self.hightide_run, self, *args, **kwargs)
-        with self.hightide_run.borrowed(), self.hightide_run.caches.as_the_user_has_them():
+        run = self.hightide_run
+        is_writer = run.between is None or run.between.is_first  # the others have nothing in state_dict=
+        with run.borrowed(), run.caches.as_the_user_has_them(), run.written_here(self) if is_writer else nullcontext():
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
