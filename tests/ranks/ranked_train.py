@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 import hightide.checkpoint.save
 import hightide.rehearsal.rehearse  # noqa: F401
 from hightide.__main__ import main
+from hightide.cli.train import tiny_model
 from hightide.cli.train.options import TrainOptions, load_config
 from hightide.cli.train.run_folder import RunFolder
 from hightide.cli.train.train_command import train
@@ -33,6 +35,19 @@ def commanded(rank: int, world: int, port: int, line: list[str]) -> None:
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port), "COLUMNS": "80"}
     sys.argv = ["hightide", *(word.replace("RANK", str(rank)) for word in line)]
     main()
+
+
+def trained_with_a_tiny_model(rank: int, world: int, **options: Any) -> dict:
+    """It takes the first rank longer to make one."""
+    make = tiny_model.make_tiny_model
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(1.0)
+        make(*arguments)
+
+    if rank == 0:
+        tiny_model.make_tiny_model = slowly
+    return trained(rank, world, **options)
 
 
 def trained(

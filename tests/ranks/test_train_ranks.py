@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGTERM
@@ -73,6 +74,19 @@ def test_two_ranks_learn_what_one_learns(commanded: StartedRanks, settings: Path
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert (one - other).abs().max() < 1e-4
     assert transformers.AutoTokenizer.from_pretrained(runs / "ranks-002" / "model").chat_template
+
+
+def test_one_rank_makes_the_tiny_model(commanded: StartedRanks, settings: Path) -> None:
+    """On another one transformers would write nothing, and what it leaves out would be missing ever after."""
+    tiny = "{hidden: 16, layers: 1, heads: 2, feed_forward: 32, vocabulary: 260}"
+    text = re.sub("model: .*", f"model: {tiny}", settings.read_text()).replace("steps: 6", "steps: 1")
+    settings.write_text(text)
+    options = {"settings": str(settings), "seed": 1}
+    found = commanded.run("trained_with_a_tiny_model", 2, within_s=90, **options)[0].result
+    (folder,) = settings.parent.glob("runs/tiny-model-*")
+    assert f"training a tiny one: {folder}" in found["output"] and found["stopped"] is None
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    assert not list(settings.parent.glob("runs/.tiny-model-*"))
 
 
 @pytest.mark.timeout(240)

@@ -113,10 +113,15 @@ class ModelSource:
         return with_adapters(model, Lora.parse(config.lora), have_values=True).train()
 
 
+def make_tiny(config: TrainConfig) -> Path:
+    """Unless it is there."""
+    text = STANDARD_LIBRARY if config.data.path is None else Path(config.data.path)
+    return tiny_folder(config.model, config.seed, text, Path(config.out))
+
+
 def find_model(config: TrainConfig, console: Console) -> ModelSource:
     if config.model.path is None:
-        text = STANDARD_LIBRARY if config.data.path is None else Path(config.data.path)
-        folder = tiny_folder(config.model, config.seed, text, Path(config.out))
+        folder = make_tiny(config)
         console.print(f"no --model given; training a tiny one: {folder}", markup=False, soft_wrap=True)
     else:
         folder = _local(config.model.path)

@@ -18,8 +18,8 @@ import torch
 
 from hightide.cli.train.config import ModelConfig
 from hightide.data.readers import Row, read_rows
-from hightide.integrations.foreign_folder import import_transformers
-from hightide.integrations.model_files import without_bars
+from hightide.integrations.foreign_folder import CONFIG, import_transformers
+from hightide.integrations.model_files import without_bars, written_here
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 STANDARD_BYTES = 4_000_000  # of it at most
@@ -33,10 +33,11 @@ CHAT_TEMPLATE = (
 
 
 def tiny_folder(shape: ModelConfig, seed: int, text: Path, out: Path) -> Path:
-    """In `out`, under a name that says what it was made of: made once. `text`: what the tokenizer learns from."""
+    """In `out`, under a name that says what it was made of: made once. `text`: what the tokenizer learns from. One that
+    is there in part, of an earlier version of ours, is made whole."""
     made_of = json.dumps([asdict(shape), seed, str(text.absolute())], sort_keys=True)
     folder = out / f"tiny-model-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"
-    if folder.is_dir():
+    if (folder / CONFIG).is_file():
         return folder
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -52,10 +53,18 @@ def tiny_folder(shape: ModelConfig, seed: int, text: Path, out: Path) -> Path:
     unfinished.chmod(0o755)
     try:
         unfinished.rename(folder)
-    except OSError:  # another run was faster
+    except OSError:  # another run was faster, or half of one is there
         if not folder.is_dir():
             raise
+        _complete(folder, unfinished)
     return folder
+
+
+def _complete(folder: Path, made: Path) -> None:
+    if not (folder / CONFIG).is_file():
+        for file in sorted(made.iterdir(), key=lambda file: file.name == CONFIG):  # which says that all are there
+            file.replace(folder / file.name)
+    rmtree(made)
 
 
 def make_tiny_model(folder: Path, shape: ModelConfig, seed: int, rows: Iterator[Row]) -> None:
@@ -75,8 +84,9 @@ def make_tiny_model(folder: Path, shape: ModelConfig, seed: int, rows: Iterator[
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with without_bars():
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    model = transformers.LlamaForCausalLM(config)
+    with without_bars(), written_here(model):
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

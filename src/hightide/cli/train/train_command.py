@@ -20,7 +20,7 @@ from hightide.api import wrap_again
 from hightide.asked import check_disks
 from hightide.cli.train.company import Company
 from hightide.cli.train.config import OptimizerConfig, TrainConfig
-from hightide.cli.train.model_source import ModelSource, find_model
+from hightide.cli.train.model_source import ModelSource, find_model, make_tiny
 from hightide.cli.train.resume import Resumed, beside_first, find_checkpoint
 from hightide.cli.train.run_folder import RunFolder, check_place
 from hightide.cli.train.run_state import deciding, placing
@@ -52,6 +52,8 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> Signal
         if resumed is not None and resumed.lock is not None:
             stack.callback(resumed.lock.close)
         config = _dated(config, company, resumed)
+        if config.is_tiny:  # the others find it, but where they do not see the first one's files
+            company.from_first("the tiny model", lambda: str(make_tiny(config)))
         source, data, config = company.all_or_none("reading model and data", partial(_read, config, console))
         decides = deciding(config, {"model": source.checksum, "data": data.checksum})
         assert config.steps is not None

@@ -58,6 +58,18 @@ def test_without_a_folder_a_tiny_model_is_made_once(tmp_path: Path) -> None:
     assert source.tokenizer.decode(source.tokenizer(text).input_ids) == text
 
 
+def test_half_of_a_tiny_model_is_made_whole(tmp_path: Path) -> None:
+    """As ranks have left them, of which only the first wrote the model."""
+    config = TrainConfig(out=str(tmp_path), model=replace(SHAPE, vocabulary=260), data=DataConfig(path=__file__))
+    source = find(config)
+    for name in ("config.json", "model.safetensors"):
+        (source.folder / name).unlink()
+    (source.folder / "notes.txt").write_text("mine")
+    again = find(config)
+    assert again.folder == source.folder and again.checksum == source.checksum
+    assert (source.folder / "notes.txt").is_file() and list(tmp_path.iterdir()) == [source.folder]
+
+
 def test_data_that_cannot_be_read_leave_no_half_of_a_tiny_model(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("nonsense")
