@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ import models
 from hightide.checkpoint.files import checked, filesystem, manifest, shared_folder
 from hightide.checkpoint.files import folder as folder_module
 from hightide.checkpoint.files.folder import damages
+from hightide.checkpoint.shared_content import SharedContent
 from hightide.loading.tensor_file import ALL_DTYPES, read_header
 from hightide.runtime.surgery import run_of
 
@@ -283,6 +285,31 @@ def _failed(model: Any, optimizer: Any, folder: str, kind: str, rank: int, victi
     there = sorted(path.name for path in Path(folder).glob("step-*") if not path.name.endswith(".tmp"))
     whole = [name for name in there if not damages(Path(folder) / name)]
     return {"said": said, "warned": " ".join(str(one.message) for one in warned), "there": there, "whole": whole}
+
+
+def is_busy(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """The first rank still writes, the other has done its part."""
+    real, may_end = SharedContent._look_at_others, threading.Event()
+
+    def look(content: SharedContent, saving: Any) -> None:
+        if rank == 0:
+            may_end.wait(SAVED_WITHIN_S)
+        real(content, saving)
+
+    SharedContent._look_at_others = look  # type: ignore[method-assign]
+    model, optimizer = made("hand_written", "float32", "mixed", world)
+    first = hightide.save(model, optimizer, folder, step=1)
+    if rank == 1:
+        first.wait(SAVED_WITHIN_S)
+    try:
+        hightide.save(model, optimizer, folder, step=2, busy="refuse")
+        told = ""
+    except hightide.Refused as refused:
+        told = str(refused)
+    is_done = first.done
+    may_end.set()
+    last = hightide.save(model, optimizer, folder, step=3, wait=True, on_error="raise")
+    return {"told": told, "was_done": is_done, "last": last.path.name}
 
 
 def half_loads(rank: int, world: int, folder: str) -> dict[str, Any]:

@@ -169,6 +169,15 @@ def test_what_one_rank_cannot_do_fails_on_all(checkpoints: StartedRanks, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == [f"step-{2 * len(FAILURES) - 1}"]
 
 
+def test_a_save_that_is_refused_on_one_rank_is_refused_on_all(checkpoints: StartedRanks, tmp_path: Path) -> None:
+    """Else a loop that catches it would go on there, and end elsewhere."""
+    first, second = (rank.result for rank in checkpoints.run("is_busy", 2, WITHIN_S, folder=str(tmp_path)))
+    assert (first["was_done"], second["was_done"]) == (False, True)
+    assert "step-1 is still being written; save later" in first["told"]
+    assert second["told"] == f"a checkpoint failed on rank 0: Refused: {first['told']}"
+    assert first["last"] == second["last"] == "step-3"
+
+
 @LONG
 def test_a_load_that_fails_on_one_rank_is_half_a_load_on_all(checkpoints: StartedRanks, tmp_path: Path) -> None:
     """A piece is damaged that the last rank reads: none trains or saves before a whole checkpoint is loaded, of which

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.shard.collectives import Collectives
@@ -18,7 +19,7 @@ STARTED = "All ranks must be started with the same"
 Value = TypeVar("Value")
 
 
-ORDINARY, INFEASIBLE = b"0", b"2"  # how what a rank tells of its error begins; b"1": there was none
+ORDINARY, INFEASIBLE, REFUSED = b"0", b"2", b"3"  # how what a rank tells of its error begins; b"1": there was none
 
 
 class FailedElsewhere(ValueError):
@@ -27,6 +28,10 @@ class FailedElsewhere(ValueError):
 
 class InfeasibleElsewhere(FailedElsewhere, InfeasiblePlan):
     """A loop that tries again with other limits does so on all ranks, or they would wait for each other."""
+
+
+class RefusedElsewhere(FailedElsewhere, Refused):
+    """A loop that goes on after a refusal does so on all ranks, whichever of them had a reason."""
 
 
 def from_first(collectives: Collectives, what: str, make: Callable[[], str]) -> str:
@@ -79,14 +84,15 @@ def of_each(collectives: Collectives, what: str, make: Callable[[], bytes], lane
 def _told(error: Exception) -> bytes:
     """For `_error_of`, on other ranks."""
     if not isinstance(error, InfeasiblePlan):
-        return ORDINARY + f"{type(error).__name__}: {error}".encode()
+        return (REFUSED if isinstance(error, Refused) else ORDINARY) + f"{type(error).__name__}: {error}".encode()
     fields = [error.moment, error.tier, error.num_bytes, [dict(limits) for limits in error.enough], error.num_calls]
     return INFEASIBLE + json.dumps([str(error), *fields]).encode()
 
 
 def _error_of(told: bytes, where: str) -> FailedElsewhere:
-    if told[:1] == ORDINARY:
-        return FailedElsewhere(f"{where}: {told[1:].decode()}")
+    if told[:1] in (ORDINARY, REFUSED):
+        kind = FailedElsewhere if told[:1] == ORDINARY else RefusedElsewhere
+        return kind(f"{where}: {told[1:].decode()}")
     message, moment, tier, num_bytes, enough, num_calls = json.loads(told[1:])
     limits = tuple({Tier(name): size for name, size in one.items()} for one in enough)
     tier = None if tier is None else Tier(tier)
