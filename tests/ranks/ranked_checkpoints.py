@@ -272,12 +272,14 @@ def fails(rank: int, world: int, folder: str, kinds: list[tuple[str, int]]) -> d
 def _failed(model: Any, optimizer: Any, folder: str, kind: str, rank: int, victim: int) -> dict[str, Any]:
     other = f"{folder}/elsewhere" if (kind, rank) == ("elsewhere", victim) else folder
     rank_extra = object() if (kind, rank) == ("extra", victim) else 1
+    step = 100 if kind == "tensors" or (kind, rank) == ("step", victim) else None
+    its_optimizer = None if (kind, rank) == ("tensors", victim) else optimizer
     make_good = failing(kind, rank, victim) if kind in FAULTS else None
     said = ""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            hightide.save(model, optimizer, other, rank_extra=rank_extra).wait(SAVED_WITHIN_S)
+            hightide.save(model, its_optimizer, other, step=step, rank_extra=rank_extra).wait(SAVED_WITHIN_S)
         except ValueError as error:
             said = str(error)
     if make_good is not None:

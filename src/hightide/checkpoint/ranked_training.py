@@ -20,6 +20,8 @@ from hightide.shard.agreement import check_same, of_each
 from hightide.shard.collectives import Collectives
 
 RANK_EXTRA = "rank_extra"
+SAME_STEP = "All ranks must save after the same step, with the same step= if they give one"
+SAME_TENSORS = "All ranks must save the same: a model with the same parameters, and with its optimizer or without"
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ def prepared_by_all(
         told = [pickle.loads(one) for one in of_each(collectives, "a checkpoint", tell)]
         (found,) = mine
         failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(told) if failure]
-        check_same(collectives, {"the step of a checkpoint": found.saving.step})
+        check_same(collectives, {"the step of a checkpoint": found.saving.step}, SAME_STEP)
         if run is not None:
             run.check_same_acts("what was done before a checkpoint")
         if not failures:
-            check_same(collectives, {"what a checkpoint has": told[collectives.ranks.rank][2]})
+            check_same(collectives, {"what a checkpoint has": told[collectives.ranks.rank][2]}, SAME_TENSORS)
     except BaseException:
         for one in mine:
             if one.content is not None:
