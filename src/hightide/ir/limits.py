@@ -20,7 +20,8 @@ class DiskLimit:
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper bounds per tier. `None` means: whatever the machine has.
+    """Upper bounds per tier. `None` means: whatever the machine has. `gpu` is each rank's; `host` and `disk` are a
+    node's, of which each of its ranks has an equal share.
 
     >>> Limits(gpu="24GiB", host="96GiB", disk="/scratch:200GiB").gpu
     25769803776
