@@ -92,12 +92,13 @@ def wrap_again(
     before: Plan,
     *,
     device: str | torch.device | None = None,
+    timeout_s: float = Patience.timeout_s,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """As `wrap`, for a run that goes on: with the plan that it had `before`, which was made for all that is asked here
     too. Where that cannot be used, another is made, which a warning tells; of several ranks all do the same. Unlike a
     plan that is given, it gives way to another where a larger batch comes. `options`: of `wrap`."""
-    with _among_ranks(device, None, Patience.timeout_s) as (place, collectives):
+    with _among_ranks(device, None, timeout_s) as (place, collectives):
         on_node = _ranks_on_node(collectives)
         asked = Asked(model, optimizer, batch, device=place, ranks_on_node=on_node, **options)
         return wrap_model(asked, collectives, before)

@@ -25,6 +25,7 @@ from hightide.cli.train.options import TrainOptions, load_config
 from hightide.cli.train.run_folder import RunFolder
 from hightide.cli.train.train_command import train
 from hightide.cli.train.training_run import TrainingRun
+from hightide.shard import meeting
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
@@ -53,8 +54,9 @@ def trained_with_a_tiny_model(rank: int, world: int, **options: Any) -> dict:
 def trained(
     rank: int, world: int, settings: str, signalled: int = -1, at_step: int = 0, no_room: int = 0, **options: Any
 ) -> dict:
-    """What this rank has printed, and the signal that ended it. `signalled`: that rank gets SIGTERM in a step.
-    `no_room`: so often the metrics, which the first rank writes, find none on the disk."""
+    """What this rank has printed, the signal that ended it, and how long it would have waited for others. `signalled`:
+    that rank gets SIGTERM in a step. `no_room`: so often the metrics, which the first rank writes, find none on the
+    disk."""
     step = TrainingRun.step
 
     def watched(self: TrainingRun, number: int, *rest: Any) -> None:
@@ -69,8 +71,16 @@ def trained(
             raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
         sync(self)
 
+    meet, patience = meeting._meet, []
+
+    def noted(*arguments: Any) -> Any:
+        patience.append(arguments[4].timeout_s)
+        return meet(*arguments)
+
+    meeting._meet = noted
     TrainingRun.step = watched  # type: ignore[method-assign]
     RunFolder.sync = full  # type: ignore[method-assign]
     output = io.StringIO()
     stopped = train(load_config(Path(settings), TrainOptions(**options)), Console(file=output, width=80))
-    return {"output": output.getvalue(), "stopped": None if stopped is None else int(stopped)}
+    ended_by = None if stopped is None else int(stopped)
+    return {"output": output.getvalue(), "stopped": ended_by, "timeouts_s": patience}

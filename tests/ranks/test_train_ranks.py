@@ -81,10 +81,11 @@ def test_one_rank_makes_the_tiny_model(commanded: StartedRanks, settings: Path) 
     tiny = "{hidden: 16, layers: 1, heads: 2, feed_forward: 32, vocabulary: 260}"
     text = re.sub("model: .*", f"model: {tiny}", settings.read_text()).replace("steps: 6", "steps: 1")
     settings.write_text(text)
-    options = {"settings": str(settings), "seed": 1}
+    options = {"settings": str(settings), "seed": 1, "timeout_s": 77.0}
     found = commanded.run("trained_with_a_tiny_model", 2, within_s=90, **options)[0].result
     (folder,) = settings.parent.glob("runs/tiny-model-*")
     assert f"training a tiny one: {folder}" in found["output"] and found["stopped"] is None
+    assert found["timeouts_s"] == [77, 77]  # of the command, and of the model
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
     assert not list(settings.parent.glob("runs/.tiny-model-*"))
 
@@ -97,7 +98,8 @@ def test_a_signal_to_one_rank_ends_all_in_order_and_they_go_on(commanded: Starte
     ended = commanded.run("trained", 2, within_s=90, signalled=1, at_step=3, **options)
     assert [rank.result["stopped"] for rank in ended] == [SIGTERM, SIGTERM]
     assert "interrupted after step 3 of 6\nstep 3 is saved" in ended[0].result["output"]
-    again = commanded.run("trained", 2, within_s=90, **options)
+    again = commanded.run("trained", 2, within_s=90, timeout_s=99.0, **options)
+    assert again[1].result["timeouts_s"] == [99, 99] and set(ended[1].result["timeouts_s"]) == {1800}  # command, model
     assert "resuming from step 3 of 6" in again[0].result["output"] and whole[0]["stopped"] is None
     assert lines(runs / "ranks-001") != [] and [line["step"] for line in lines(runs / "ranks-001")] == [
         1,

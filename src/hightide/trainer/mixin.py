@@ -206,12 +206,13 @@ class TrainerMixin(CheckpointMixin):
         if length:
             example = recut.lengthened(example, max(length, earlier.length if earlier else 0))
         example = first_call(self, example)
-        device = "cpu" if self.args.device.type == "cpu" else self.args.device  # Accelerate numbers CPUs
+        options["device"] = "cpu" if self.args.device.type == "cpu" else self.args.device  # Accelerate numbers CPUs
+        options["timeout_s"] = self.args.ddp_timeout
         if earlier is None:
-            _, self.optimizer = api.wrap(self.model, optimizer, example, device=device, **options)
+            _, self.optimizer = api.wrap(self.model, optimizer, example, **options)
         else:
             del options["plan"]
-            _, self.optimizer = api.wrap_again(self.model, optimizer, example, earlier.plan, device=device, **options)
+            _, self.optimizer = api.wrap_again(self.model, optimizer, example, earlier.plan, **options)
         run = self._run
         assert run is not None
         run.executor.promises.stay_silent()  # an epoch may end with fewer batches

@@ -25,7 +25,8 @@ def wrap_frozen(trainer: Any, loader: Any, options: Mapping[str, Any]) -> list[n
     frozen, was_training = [param for param in model.parameters() if param.requires_grad], model.training
     model.eval().requires_grad_(False)
     try:
-        api.wrap_frozen(model, example, device=device, limits=options["limits"], blocks=options["blocks"])
+        own = {name: options[name] for name in ("limits", "blocks")}
+        api.wrap_frozen(model, example, device=device, timeout_s=args.ddp_timeout, **own)
     except BaseException:
         thaw(frozen)
         model.train(was_training)

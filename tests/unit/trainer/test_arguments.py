@@ -10,8 +10,10 @@ import torch
 import transformers
 
 import hightide
+from hightide import api
+from hightide.shard.signs import Patience
 from hightide.trainer.arguments import as_limits, check_arguments, check_optimizer_name, settle_arguments
-from trainers import arguments, data, full
+from trainers import arguments, data, full, trainer
 
 
 def test_limits_by_any_name() -> None:
@@ -77,6 +79,22 @@ def test_ranks_that_the_arguments_do_not_see(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"all would train on the same data.*use_cpu=True"):
         hightide.Trainer(full(), settings, **data())
+
+
+def test_ranks_wait_as_long_as_those_of_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever wraps the model: to train, to train again, to evaluate only."""
+    asked, find = [], api.find_ranks
+
+    def noted(group: Any, device: Any, patience: Patience, even_alone: bool) -> Any:
+        asked.append(patience.timeout_s)
+        return find(group, device, patience, even_alone)
+
+    monkeypatch.setattr(api, "find_ranks", noted)
+    options = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 1}
+    trainer(tmp_path, ddp_timeout=77, **options).train()
+    trainer(tmp_path, ddp_timeout=88, **options).train(resume_from_checkpoint=True)
+    trainer(tmp_path, given={"train_dataset": None}, ddp_timeout=99).evaluate()
+    assert asked == [77, 88, 99]
 
 
 def test_optimizers(tmp_path: Path) -> None:

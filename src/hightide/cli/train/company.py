@@ -12,6 +12,7 @@ from hightide.asked import chosen_device
 from hightide.shard.agreement import from_first, of_each
 from hightide.shard.collectives import Collectives
 from hightide.shard.meeting import find_ranks
+from hightide.shard.signs import Patience
 
 Made = TypeVar("Made")
 
@@ -22,10 +23,11 @@ class Company:
         self.rank, self.world = (0, 1) if collectives is None else (collectives.ranks.rank, collectives.ranks.world)
 
     @classmethod
-    def find(cls, device: str | None) -> Company:
+    def find(cls, device: str | None, timeout_s: float = Patience.timeout_s) -> Company:
         """Waits for the others, where torchrun has started some: then "cuda" is a GPU for each."""
         place = chosen_device(device)
-        ranks = find_ranks(device=place.type if device in (None, "cuda") else place)
+        own = place.type if device in (None, "cuda") else place
+        ranks = find_ranks(device=own, patience=Patience(timeout_s=timeout_s))
         return cls(None if ranks.is_alone else Collectives(ranks))
 
     @property

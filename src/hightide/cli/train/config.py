@@ -21,11 +21,13 @@ from hightide.ir.foreign import KEPT, MAX_DEPTH, check_plain, quoted, read_text,
 from hightide.ir.limits import Limits
 from hightide.ir.plan import GradientDtype, Update
 from hightide.planner.predict.wear import parse_rating
+from hightide.shard.signs import Patience
 
 # What the tiny model of this command may have at most: a hundred times what makes sense.
 MAX_LAYERS, MAX_SIZE, MAX_TOKENS = 2048, 2**20, 2**28
 MAX_TEXT_BYTES, MAX_SAMPLE, MAX_NAME = 2**40, 2**20, 100
 MAX_STEPS, MAX_EPOCHS = 10**12, 10**6
+MAX_TIMEOUT_S = 10**7
 MAX_SETTINGS_BYTES = 64 * 1024  # real ones have a few hundred, and YAML is read slowly
 LEAST_VOCABULARY = 260  # bytes, and a few marks
 RENAMED = {  # what settings were called when tokens were bytes
@@ -227,6 +229,7 @@ class TrainConfig:
     gradients: GradientDtype = GradientDtype.FLOAT32
     compile: bool = False  # torch.compile for blocks, equal ones once
     device: str | None = None  # None: CUDA where there is one, else cpu, the simulated accelerator
+    timeout_s: float = Patience.timeout_s  # a rank that waits for another one, which lives, gives up after it
     lora: str | None = None  # RANK or RANK:TARGETS; None: all weights are trained
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -263,6 +266,9 @@ class TrainConfig:
                 f"micro_batch={self.micro_batch} is more than data.sequences={self.data.sequences}, the rows of a "
                 "step; choose fewer, or leave it out"
             )
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s:g} must be more than 0")
+        _at_most(MAX_TIMEOUT_S, self.timeout_s, "timeout_s")
         if self.lora is not None:
             Lora.parse(self.lora)
         if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):

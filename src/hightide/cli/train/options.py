@@ -206,6 +206,14 @@ class TrainOptions:
         bool | None,
         typer.Option("--compile/--no-compile", help="Compile blocks with torch.compile.", rich_help_panel=MACHINE),
     ] = None
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long ranks wait for one that is alive and busy; default 1800.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None
 
 
 # Where an option goes: the section and the key, by its name.
@@ -224,7 +232,7 @@ _PLACES = {
     "keep_every": ("save", "keep_every"),
     "on_save_error": ("save", "on_error"),
     **{name: ("", name) for name in ("name", "out", "seed", "steps", "epochs", "resume", "lora")},
-    **{name: ("", name) for name in ("calls", "micro_batch", "update", "gradients", "compile", "device")},
+    **{name: ("", name) for name in ("calls", "micro_batch", "update", "gradients", "compile", "device", "timeout_s")},
 }
 
 

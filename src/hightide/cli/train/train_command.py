@@ -41,7 +41,7 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> Signal
     with ExitStack() as stack:
         import_transformers()  # it sets the level itself
         stack.enter_context(errors_only("transformers"))
-        company = Company.find(config.device)
+        company = Company.find(config.device, config.timeout_s)
         stack.callback(company.close)
         if not company.is_first:
             console = Console(file=io.StringIO())
@@ -207,6 +207,7 @@ def _wrapped(
             compile=config.compile,
             device=config.device,
             accumulate=calls or "auto",
+            timeout_s=config.timeout_s,
         )
     except InfeasiblePlan as error:
         if isinstance(error, FailedElsewhere) or not error.enough:  # another rank tells it

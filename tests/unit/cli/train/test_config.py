@@ -61,6 +61,8 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
         ({"steps": 3, "epochs": 2.0}, "--steps=3 and --epochs=2 are both given; choose one"),
         ({"micro_batch": 17}, "--micro-batch=17 is more than data.sequences=16, the rows of a step; choose fewer"),
         ({"dtype": Dtype.FLOAT16}, "--dtype float16 needs its losses scaled"),
+        ({"timeout_s": 0.0}, "--timeout-s=0 must be more than 0"),
+        ({"timeout_s": float("inf")}, "--timeout-s is inf; it must be finite"),
         ({"calls": 3}, "--calls=3 does not divide data.sequences=16; choose a divisor of it"),
     ],
 )
@@ -96,6 +98,9 @@ def test_options_of_the_line_are_told_as_they_were_written(
         ("epochs: 0", r"epochs=0.0 must be more than 0"),
         ("epochs: 1.0e+300", r"epochs=1e\+300 must be at most 1000000"),
         ("steps: 1000000000001", r"steps=1000000000001 must be at most 1000000000000"),
+        ("timeout_s: long", r"timeout_s is 'long'; it must be of type float"),
+        ("timeout_s: -5", r"timeout_s=-5 must be more than 0"),
+        ("timeout_s: 100000000", r"timeout_s=100000000.0 must be at most 10000000"),
         ("lora: many", r"--lora 'many' is not RANK"),
         ("calls: 3", r"calls=3 does not divide data.sequences=16"),
         ("eval: {share: 1.5}", r"eval.share=1.5 must be between 0 and 1"),
