@@ -299,7 +299,7 @@ def is_busy(rank: int, world: int, folder: str) -> dict[str, Any]:
         real(content, saving)
 
     SharedContent._look_at_others = look  # type: ignore[method-assign]
-    model, optimizer = made("hand_written", "float32", "mixed", world)
+    model, optimizer = made("hand_written", "float32", "streamed", world)
     first = hightide.save(model, optimizer, folder, step=1)
     if rank == 1:
         first.wait(SAVED_WITHIN_S)
@@ -311,7 +311,7 @@ def is_busy(rank: int, world: int, folder: str) -> dict[str, Any]:
     is_done = first.done
     may_end.set()
     last = hightide.save(model, optimizer, folder, step=3, wait=True, on_error="raise")
-    return {"told": told, "was_done": is_done, "last": last.path.name}
+    return {"told": told, "was_done": is_done, "last": last.path.name, "lent": hightide.stats(model).save_peak_bytes}
 
 
 def half_loads(rank: int, world: int, folder: str) -> dict[str, Any]:

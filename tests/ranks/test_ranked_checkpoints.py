@@ -8,6 +8,7 @@ import pytest
 
 import hightide
 from hightide.checkpoint.files.folder import damages
+from hightide.ir.save_sizes import BLOCK_BYTES, NUM_OPEN
 from hightide.loading.tensor_file import read_header
 from started_ranks import StartedRanks
 
@@ -179,6 +180,8 @@ def test_a_save_that_is_refused_on_one_rank_is_refused_on_all(checkpoints: Start
     assert "step-1 is still being written; save later" in first["told"]
     assert second["told"] == f"a checkpoint failed on rank 0: Refused: {first['told']}"
     assert first["last"] == second["last"] == "step-3"
+    least_bytes = (NUM_OPEN + 1) * BLOCK_BYTES  # as all of a save, its blocks are within the plan's limit, and counted
+    assert all(found["lent"] >= least_bytes for found in (first, second))
 
 
 @LONG

@@ -70,7 +70,9 @@ class SharedContent(CheckpointContent):
 
         def look() -> bytes:
             nonlocal shared
-            shared = SharedFolder(saving.path, secret, self.collectives.ranks.rank)
+            ranks = self.collectives.ranks
+            expected_bytes = -(-sum(places.sizes.values()) // ranks.world)
+            shared = SharedFolder(saving.path, secret, ranks.rank, self.values.lend, expected_bytes)
             for file, num_bytes in places.sizes.items():
                 shared.check(file, num_bytes)
             return b""

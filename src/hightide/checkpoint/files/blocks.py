@@ -174,7 +174,8 @@ class Blocks:
         """`expected_bytes` of the checkpoint. None lends: no limit counts."""
         self._give_back: list[Callable[[], object]] = []
         self._free: list[Memory] = []
-        if lend is not None and not self._borrow(lend, block_bytes, num_blocks(expected_bytes, block_bytes)):
+        self._is_lent = lend is not None and self._borrow(lend, block_bytes, num_blocks(expected_bytes, block_bytes))
+        if lend is not None and not self._is_lent:
             block_bytes = min(block_bytes, SMALL_BLOCK_BYTES)
         self.block_bytes = block_bytes
         self._lock = threading.Lock()
@@ -219,9 +220,9 @@ class Blocks:
         return Block(self.take_buffer(), file, offset)
 
     def take_buffer(self) -> Memory:
-        """For a block; when too many are full, it is waited for."""
+        """For a block; when too many are full, or all that was lent is in use, it is waited for."""
         with self._lock:
-            while self._num_sent >= NUM_BLOCKS and self._error is None:
+            while self._error is None and self._num_sent >= (1 if self._is_lent and not self._free else NUM_BLOCKS):
                 self._done.wait()
             buffer = self._free.pop() if self._free else None
         return buffer or _new(self.block_bytes)

@@ -15,12 +15,13 @@ from pathlib import Path
 from torch import Tensor
 
 from hightide.checkpoint.files import filesystem, manifest
-from hightide.checkpoint.files.blocks import Blocks
+from hightide.checkpoint.files.blocks import Blocks, Lend
 from hightide.checkpoint.files.manifest import SHOWN
 from hightide.checkpoint.files.names import TMP
 from hightide.checkpoint.files.shared_file import SharedFile, Sum
 from hightide.ir.foreign import shown
 from hightide.ir.save_sizes import BLOCK_BYTES
+from hightide.ir.save_sizes import NUM_OPEN as NUM_FILLED
 from hightide.ir.units import exactly
 from hightide.process.files import FULL
 
@@ -33,13 +34,14 @@ _SECRET_BYTES = 256
 class SharedFolder:
     """One thread at a time writes. Errors are ValueErrors."""
 
-    def __init__(self, path: Path, secret: bytes, rank: int) -> None:
-        """`path`: that the checkpoint will have."""
+    def __init__(self, path: Path, secret: bytes, rank: int, lend: Lend | None = None, expected_bytes: int = 0) -> None:
+        """`path`: that the checkpoint will have. `lend`: memory for blocks, of `expected_bytes` that this rank writes;
+        None: it is the system's."""
         self.path, self._rank = path, rank
-        self._blocks = Blocks(min(BLOCK_BYTES, manifest.PIECE_BYTES))
         self._files: dict[str, SharedFile] = {}
         self._open: list[str] = []  # the one that was written to last is the last
         self._folder = self._found(secret)
+        self._blocks = Blocks(min(BLOCK_BYTES, manifest.PIECE_BYTES), lend, expected_bytes)
 
     def _found(self, secret: bytes) -> int:
         tmp, deadline_s, why = self.path.name + TMP, time.monotonic() + VISIBLE_S, "it is not there"
@@ -90,6 +92,8 @@ class SharedFolder:
         self._open.append(name)
         file.write(offset, value)
         self._check()
+        for other in self._open[:-NUM_FILLED]:  # their blocks are for those that are written to now
+            self._files[other].end_run()
         if len(self._open) > NUM_OPEN:
             self._settle([self._open[0]])
 

@@ -9,14 +9,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
-from hightide.checkpoint.files import filesystem, manifest, shared_folder
-from hightide.checkpoint.files.blocks import Blocks
+from hightide.checkpoint.files import blocks, filesystem, manifest, shared_folder
+from hightide.checkpoint.files.blocks import Blocks, Lent
 from hightide.checkpoint.files.folder import damages
 from hightide.checkpoint.files.manifest import MARKER
 from hightide.checkpoint.files.shared_file import SharedFile, Sum, joined_sums
 from hightide.checkpoint.files.shared_folder import SharedFolder
 from hightide.checkpoint.files.writer import CheckpointWriter
+from hightide.ir.save_sizes import NUM_OPEN as NUM_FILLED
+from hightide.ir.save_sizes import num_blocks
 
 PIECE_BYTES = 32 * 1024
 BLOCK_BYTES = 8 * 1024
@@ -63,8 +66,8 @@ def test_runs_of_several_ranks_are_one_file(
     monkeypatch.setattr(filesystem, "write", write)
     (tmp_path / "file").write_bytes(bytes(NUM_BYTES))
     block_bytes = 1024 if way == "less than a sector" else BLOCK_BYTES
-    folder, blocks = filesystem.open_folder(tmp_path), [Blocks(block_bytes) for _ in range(3)]
-    ranks = [SharedFile("file", NUM_BYTES, its) for its in blocks]
+    folder, of_ranks = filesystem.open_folder(tmp_path), [Blocks(block_bytes) for _ in range(3)]
+    ranks = [SharedFile("file", NUM_BYTES, its) for its in of_ranks]
     for file in ranks:
         file.open(folder)
     runs = [(chance.randrange(3), run) for run in cuts(chance)]
@@ -72,7 +75,7 @@ def test_runs_of_several_ranks_are_one_file(
     for rank, run in runs:
         ranks[rank].write(run.start, content[run.start : run.stop])
     sums: list[Sum] = []
-    for file, its in zip(ranks, blocks, strict=True):
+    for file, its in zip(ranks, of_ranks, strict=True):
         file.end_run()
         its.settle()
         assert its.failure is None
@@ -122,12 +125,46 @@ def test_a_checkpoint_of_two_writers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all((path / name).read_bytes() == content for name in names) and not damages(path)
 
 
+@pytest.mark.parametrize("expected_bytes", [NUM_BYTES, 0])
+def test_all_memory_is_lent_and_given_back(
+    expected_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts against a plan's limit: what is not there is waited for, and none comes from elsewhere."""
+    lent: dict[int, torch.Tensor] = {}
+
+    def lend(num_bytes: int) -> Lent:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        lent[memory.data_ptr()] = memory
+        return memory, lambda: lent.pop(memory.data_ptr())
+
+    content, names = random.Random(7).randbytes(NUM_BYTES), [f"large-{number}" for number in range(5)]
+    with CheckpointWriter(tmp_path, 4) as writer:
+        for name in names:
+            writer.reserve(name, NUM_BYTES)
+        writer.show(b"secret")
+        with monkeypatch.context() as patched:
+            patched.setattr(blocks, "_new", lambda num_bytes: pytest.fail("memory of the system"))
+            folder = SharedFolder(writer.path, b"secret", 0, lend, expected_bytes)
+            num_lent = len(lent)
+            for name in names:
+                folder.check(name, NUM_BYTES)
+            for start in range(0, NUM_BYTES, 9_000):
+                for name in names:
+                    folder.write(name, start, content[start : start + 9_000])
+            found = folder.finish()
+            assert num_lent == len(lent) == num_blocks(expected_bytes, PIECE_BYTES) and NUM_FILLED < num_lent < 8
+            folder.close()
+            assert not lent
+        path = writer.commit({}, [joined_sums(name, NUM_BYTES, sums) for name, sums in found.items()])
+    assert all((path / name).read_bytes() == content for name in names) and not damages(path)
+
+
 def test_a_folder_of_the_same_name_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_folder, "VISIBLE_S", 0.1)
     with CheckpointWriter(tmp_path, 4) as writer:
         writer.show(b"secret")
         with pytest.raises(ValueError, match=r"rank 1 .* does not see .*another folder is there. Name a folder"):
-            SharedFolder(writer.path, b"another secret", 1)
+            SharedFolder(writer.path, b"another secret", 1, lambda num_bytes: pytest.fail("nobody would give it back"))
         folder = SharedFolder(writer.path, b"secret", 1)
         with pytest.raises(ValueError, match="cannot be written by rank 1: No such file"):
             folder.check("large", 10)
