@@ -31,7 +31,7 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 def make_tiny_folder(kept: str | None = None) -> str:
     """A Llama of 0.5 million parameters with random weights and a tokenizer of its own, saved as a Hugging Face folder.
     Its path: `kept`, which the first rank writes, else a temporary folder that is removed when the script ends. Ranks
-    that are in a process group share one: there transformers lets the first of them save, and nobody else."""
+    that are in a process group share one, which the first of them makes."""
     is_shared = torch.distributed.is_initialized()
     if is_shared and RANK > 0:
         return _from_first(None)
