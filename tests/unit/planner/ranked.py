@@ -15,8 +15,16 @@ from hightide.planner.placement import Placement
 from unit.planner.profiles import plans
 
 
-def ranked(profile: ModelProfile, plan: Plan, ranks: int, sharing: Sharing, *more: Sharing, replicas: int = 1) -> Plan:
-    """`sharing`, and more, are of the blocks in turn, as far as they may be."""
+def ranked(
+    profile: ModelProfile,
+    plan: Plan,
+    ranks: int,
+    sharing: Sharing,
+    *more: Sharing,
+    replicas: int = 1,
+    num_buffers: int = 2,
+) -> Plan:
+    """`sharing`, and more, are of the blocks in turn, as far as they may be. `num_buffers`: of each ring."""
     layout = pack(profile, plan.layout.slot_numel, num_shards=ranks // replicas)
     trained = {chunk.block for chunk in layout.chunks if chunk.optimised_numel}
     blocks, ways = [], (sharing, *more)
@@ -29,7 +37,7 @@ def ranked(profile: ModelProfile, plan: Plan, ranks: int, sharing: Sharing, *mor
     before = Placement(plan).widest_tick({call.block for call in profile.calls})
     placement = Placement(made)
     slots, grad_slots = placement.widest_tick({call.block for call in profile.calls})
-    rings = {name: 2 if placement.buffer_bytes[ring] else 0 for ring, name in RING_COUNTS.items()}
+    rings = {name: num_buffers if placement.buffer_bytes[ring] else 0 for ring, name in RING_COUNTS.items()}
     spare, spare_grad = plan.num_slots - before[0], plan.num_grad_slots - before[1]
     return replace(made, num_slots=slots + spare, num_grad_slots=grad_slots + spare_grad, **rings)
 

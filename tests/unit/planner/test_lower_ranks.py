@@ -157,6 +157,18 @@ def test_an_update_on_the_gpu_leaves_time_for_the_reduction() -> None:
     assert alone.by_id["update.3"].opens == alone.by_id["bwd.3"].tick
 
 
+def test_an_update_on_the_host_begins_when_its_gradient_is_there() -> None:
+    """A ring of one buffer for each chunk of a block is emptied before the next block's gradients come."""
+    plan = plan_with(STACK, update=Update.IN_BACKWARD, spare=0)
+    plan = replace(plan, blocks=tuple(replace(block, parks=False) for block in plan.blocks))
+    schedule, *_ = check(STACK, ranked(STACK, plan, 2, Sharing.SHARDED, num_buffers=2))
+    homes = [one for one in schedule.actions if one.op is Op.WRITE_BACK]
+    assert len(homes) == 9 and all(f"update.{one.chunk}" in homes[at + 2].after for at, one in enumerate(homes[:-2]))
+    for home in homes:
+        update = schedule.by_id[f"update.{home.chunk}"]
+        assert update.lane is Lane.CPU and update.opens == home.opens
+
+
 def test_a_slot_that_was_left_as_a_part_of_a_wide_one_is_entered_later() -> None:
     """The embedding is three slots wide and is gathered from the GPU; of what follows it in its slots, some is gathered
     from there too, and some is fetched on another lane, whose order says nothing."""

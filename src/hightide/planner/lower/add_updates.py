@@ -43,7 +43,8 @@ def _put_off(draft: Draft) -> None:
         for name in action.after:
             first_waiting[name] = min(first_waiting.get(name, last + 1), action.tick)
     for at, action in enumerate(draft.actions):
-        if action.op is Op.UPDATE and action.runs_when_open and action.chunk in draft.last_reduce:
+        on_gpu = action.op is Op.UPDATE and action.lane is Lane.COMPUTE
+        if on_gpu and action.runs_when_open and action.chunk in draft.last_reduce:
             opens = min(last, action.opens + TICKS_OF_REDUCE, first_waiting.get(action.id, last + 1) - 1)
             draft.actions[at] = action.changed(opens=max(action.opens, opens))
 
