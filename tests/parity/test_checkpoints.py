@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import covering, product
 from test_from_disk import Words, adamw, batch_of, lora, wrapped
 from torch import Tensor, nn
 
 import hightide
 from disk_plans import HOMES
+from pairwise import covering, product
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KINDS = ("fp32", "tied", "bf16", "fp16", "autocast", "LoRA")

@@ -9,59 +9,28 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import peft
 import pytest
 import torch
 from harness import EPS, Trained, assert_parity, assert_same_bits, streamed, train
-from pairwise import Case, covering, pairs_of, product
 from torch import Tensor, nn
 
+import architectures
 import hightide
 import models
+from architectures import ARCHITECTURES, TRAINED
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
+from pairwise import Case, covering, pairs_of, product
 
 LIMITS = hightide.Limits(gpu="8MiB", host="64MiB")
 MICRO_BATCH, NUM_STEPS = 3, 3
 F64 = torch.float64
 
 
-def t5_batch(**options: Any) -> dict[str, Any]:
-    batch = models.token_batch(**options)
-    return batch | {"labels": batch["labels"][:, :7].clone()}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    build: Callable[..., models.Pair]
-    adapted: tuple[str, ...]  # names of linear layers
-    batch: Callable[..., dict[str, Any]] = models.token_batch
-    can_tie: bool = True
-    can_pad: bool = True
-
-
-QUERY_AND_DOWN = ("q_proj", "down_proj")
-ARCHITECTURES = {
-    "llama": Architecture(models.llama, QUERY_AND_DOWN),
-    "gpt2": Architecture(models.gpt2, ("c_attn", "c_proj")),
-    "qwen3": Architecture(models.qwen3, QUERY_AND_DOWN),
-    "mistral": Architecture(models.mistral, QUERY_AND_DOWN),
-    "gemma2": Architecture(models.gemma2, QUERY_AND_DOWN),
-    "gemma3": Architecture(models.gemma3, QUERY_AND_DOWN),
-    "opt": Architecture(models.opt, ("q_proj", "fc2")),
-    "bert": Architecture(models.bert, ("query", "output.dense")),
-    "t5": Architecture(models.t5, ("q", "wo"), t5_batch),
-    "vit": Architecture(models.vit, ("q_proj", "fc2"), models.image_batch, can_tie=False, can_pad=False),
-    "qwen3_moe": Architecture(models.qwen3_moe, ("q_proj", "o_proj")),
-    "plain": Architecture(models.plain, ("linear1", "linear2"), partial(models.token_batch, mask=False), can_pad=False),
-    "hand_written": Architecture(
-        models.hand_written, ("mlp.0", "mlp.2"), models.vector_batch, can_tie=False, can_pad=False
-    ),
-}
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 3e-3, "eps": EPS}),
     "adam": (torch.optim.Adam, {"lr": 3e-3, "eps": EPS}),
@@ -70,7 +39,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 FEATURES: dict[str, tuple[Any, ...]] = {
     "model": tuple(ARCHITECTURES),
     "tied": (False, True),
-    "trained": ("all", "part", "lora"),
+    "trained": TRAINED,
     "update": ("deferred", "in_backward"),
     "clip": (None, "torch", "optimizer"),
     "backwards": (1, 2),  # per step
@@ -109,24 +78,8 @@ def name_of(case: Case) -> str:
 
 
 def build(model: str, trained: str = "all", odd: bool = True, padded: bool = False, **options: Any) -> models.Pair:
-    architecture = ARCHITECTURES[model]
-    batch = {"num_samples": 7 if odd else 6} | ({"padded": padded} if architecture.can_pad else {})
-    made, example = architecture.build(num_layers=2, **options, **batch)
-    if trained == "part":  # not the first blocks, and not all of any block
-        params = list(made.parameters())
-        for number, param in enumerate(params):
-            param.requires_grad_(number > len(params) // 3 and number % 5 != 0)
-    if trained == "lora":
-        torch.manual_seed(1)
-        config = peft.LoraConfig(
-            r=4,
-            lora_alpha=16,
-            target_modules=list(architecture.adapted),
-            init_lora_weights=False,
-            fan_in_fan_out=model == "gpt2",
-        )
-        made = peft.get_peft_model(made, config).train()  # type: ignore[arg-type]
-    return made, example
+    batch = {"num_samples": 7 if odd else 6} | ({"padded": padded} if ARCHITECTURES[model].can_pad else {})
+    return architectures.build(model, trained, **options, **batch)
 
 
 def batches(model: str, odd: bool, padded: bool = False, seed: int = 10) -> list[dict[str, Any]]:

@@ -29,3 +29,10 @@ def checkpoints() -> Iterator[StartedRanks]:
     ranks = StartedRanks("ranked_checkpoints", Path(__file__).parent, quick_end=True)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def any_model() -> Iterator[StartedRanks]:
+    ranks = StartedRanks("ranked_covering", Path(__file__).parent, quick_end=True)
+    yield ranks
+    ranks.close()

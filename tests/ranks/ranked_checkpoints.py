@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranked_loop import steps
 from ranked_plans import ON_GPU, Plans
-from ranked_training import NUM_SAMPLES, digest, steps
+from ranked_training import NUM_SAMPLES, digest
 from torch import Tensor, nn
 
 import hightide

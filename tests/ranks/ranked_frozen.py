@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranked_training import digest, optimizer_of
+from ranked_loop import optimizer_of
+from ranked_training import digest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranked_training import digest, optimizer_of
+from ranked_loop import optimizer_of
+from ranked_training import digest
 from torch.nn.parallel import DistributedDataParallel
 
 import hightide

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranked_loop import EPS, optimizer_of, peaks_above, steps
 from ranked_plans import NUM_SAMPLES, ON_GPU, Plans
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -52,7 +53,6 @@ from hightide.shard.watchman import Watchman
 from known_profiles import KnownProfiles
 
 NUM_STEPS = 5
-EPS = 1e-4  # see parity/harness.py
 BUILD = {
     "llama": lambda: models.llama(num_layers=2, num_samples=NUM_SAMPLES),
     "llama_tied": lambda: models.llama(tied=True, num_layers=2, num_samples=NUM_SAMPLES),
@@ -83,14 +83,6 @@ def cast(batch: Any, dtype: str) -> Any:
         name: value.to(getattr(torch, dtype)) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in batch.items()
     }
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    matrices = [param for param in trained if param.dim() > 1]
-    vectors = [param for param in trained if param.dim() <= 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=3e-3, eps=EPS)
 
 
 # A profile runs backward on tensors without values. Where torch is built for CUDA, its engine starts a thread for each
@@ -138,23 +130,6 @@ def batches_of(subject: str, rank: int, num: int, uneven: bool) -> list[Any]:
     """Each rank has its own; `uneven`: of different sizes."""
     num_samples = NUM_SAMPLES - (rank if uneven else 0)
     return [BATCH[subject](seed=100 * rank + step, num_samples=num_samples) for step in range(num)]
-
-
-def steps(
-    model: Any, optimizer: Any, batches: list[Any], clip: float | None, accumulate: int, cleared: bool = True
-) -> dict[str, Any]:
-    losses, norms = [], []
-    for at in range(0, len(batches), accumulate):
-        for batch in batches[at : at + accumulate]:
-            loss = models.loss_of(model, batch) / accumulate
-            loss.backward()
-            losses.append(loss.item())
-        if clip is not None:
-            norms.append(float(torch.nn.utils.clip_grad_norm_(list(model.parameters()), clip)))
-        optimizer.step()
-        if cleared:
-            optimizer.zero_grad()
-    return {"losses": losses, "norms": norms}
 
 
 def train(
@@ -205,6 +180,7 @@ def train(
         weights[where] = {name: value.cpu() for name, value in wrapped.state_dict().items()}
         found[where]["digest"] = digest(weights[where])
         found[where]["deviations"] = hightide.stats(wrapped).deviations
+        found[where]["above"] = peaks_above(wrapped)
         hightide.unwrap(wrapped)
         found[where]["unwrapped"] = digest(model.state_dict())
     model, _ = built(subject, frozen, dtype)
@@ -982,7 +958,9 @@ def in_memory(rank: int, world: int, gpu_bytes: int, host_bytes: int) -> dict[st
     run = run_of(wrapped)
     run.executor.wait_for_updates()
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith(UPDATER)]
-    return {"bytes": resident_bytes() - before_bytes, "sharers": 1 + len(names), "torch": torch.get_num_threads()}
+    peaks = {str(tier): size for tier, size in hightide.stats(wrapped).peak_bytes.items()}
+    cores = {"sharers": 1 + len(names), "torch": torch.get_num_threads()}
+    return {"bytes": resident_bytes() - before_bytes, "peaks": peaks, "above": peaks_above(wrapped), **cores}
 
 
 def saves(rank: int, world: int, folder: str) -> dict[str, Any]:

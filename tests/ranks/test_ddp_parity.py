@@ -17,7 +17,8 @@ SOME = ["streamed", "mixed"]
 def check(
     training: StartedRanks, world: int, places: list[str], rel: float = 1e-5, most: float = 2e-6, **options: Any
 ) -> list[dict[str, Any]]:
-    """Each rank's losses and norms, and in the end the weights, are those of DDP. `most`: by which a weight differs."""
+    """Each rank's losses and norms, and in the end the weights, are those of DDP, and no tier is above its limit.
+    `most`: by which a weight differs."""
     ranks = training.run("train", world, within_s=WITHIN_S, places=places, **options)
     found = [rank.result for rank in ranks]
     for of_rank in found:
@@ -28,6 +29,7 @@ def check(
             assert trained["norms"] == pytest.approx(plain["norms"], rel=rel, abs=1e-6)
             assert trained["norms"] == found[0][where]["norms"]
             assert trained["deviations"] == 0
+            assert not trained["above"]
             assert trained["unwrapped"] == found[0][where]["digest"]
     for trained in found[0].values():
         assert trained["difference"] < most

@@ -165,15 +165,31 @@ def test_what_one_rank_sees_in_its_first_steps_moves_all(training: StartedRanks,
     assert first["digest"] == first["same digest"]
 
 
-def test_the_host_holds_everything_once_and_cores_are_divided(training: StartedRanks) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_the_host_holds_everything_once_and_cores_are_divided(
+    training: StartedRanks, world: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """32 MiB of parameters, and as much for each of gradients and two moments. torchrun says OMP_NUM_THREADS=1, and
-    updates have their share of 16 cores all the same: 8, less those that are left to others."""
+    updates have their share of 16 cores all the same: 8 of 2 ranks, less those that are left to others."""
     gpu_bytes, host_bytes = 24 << 20, 144 << 20
-    ranks = training.run("in_memory", 2, within_s=WITHIN_S, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-    found = [rank.result for rank in ranks]
-    assert [one["sharers"] for one in found] == [8 - CORES_FOR_OTHERS] * 2 and found[0]["torch"] == 1
-    most_bytes = host_bytes + 2 * (gpu_bytes + 2 * 2 * STAGING_BYTES)  # what two lanes send and receive
-    assert sum(one["bytes"] for one in found) <= most_bytes < 2 * (4 * (32 << 20) + gpu_bytes)
+    limits = {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
+    alone, found = (
+        [rank.result for rank in training.run("in_memory", ranks, within_s=WITHIN_S, **limits)] for ranks in (1, world)
+    )
+    assert [one["sharers"] for one in found] == [16 // world - CORES_FOR_OTHERS] * world and found[0]["torch"] == 1
+    assert not any(one["above"] for one in found)
+    most_bytes = host_bytes + world * (gpu_bytes + 2 * 2 * STAGING_BYTES)  # what two lanes send and receive
+    resident, held = (sum(one["bytes"] for one in found), sum(one["peaks"]["host"] for one in found))
+    assert held <= host_bytes and resident <= most_bytes < world * (4 * (32 << 20) + gpu_bytes)
+    with capsys.disabled():
+        print(
+            f"\n{world} ranks: {told(resident)} resident, {told(held)} on the host, at most {told(most_bytes)}", end=""
+        )
+        print(f" (alone: {told(alone[0]['bytes'])} and {told(alone[0]['peaks']['host'])})")
+
+
+def told(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 @pytest.mark.long
