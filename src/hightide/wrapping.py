@@ -24,6 +24,8 @@ from hightide.observe.ranked_watch import RankedWatch
 from hightide.observe.watch import Watch
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.plan_again import plan_again
+from hightide.planner.advice.missing import of_node
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.solution import Searched, Solution
 from hightide.planner.verify.check_plan import check_plan, check_states
@@ -182,7 +184,10 @@ def _searched_for_all(profile: ModelProfile, profiled: Profiled, asked: Asked, c
         return problem_of(profiled, asked.optimizer, place, asked.compile, terms, asked.disks, ranks.nodes)
 
     def search(problem: Problem) -> Searched:
-        return _moving_in(_searched(problem, profiled, asked), asked)
+        try:
+            return _moving_in(_searched(problem, profiled, asked), asked)
+        except InfeasiblePlan as refused:
+            raise of_node(refused, asked.ranks_on_node) from None
 
     return plan_of_all(collectives, profile, asked.terms(), posed, search)
 

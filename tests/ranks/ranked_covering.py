@@ -64,8 +64,7 @@ def train(
 def least_limits(
     model: nn.Module, optimizer: torch.optim.Optimizer, example: Any, world: int, options: dict[str, Any]
 ) -> hightide.Limits:
-    """Little more than what refusals say is enough: of the GPU, and then of the host, all of whose memory a limit
-    means, and a refusal one rank's share of it."""
+    """Little more than what refusals say is enough: of the GPU, and then of the host."""
     nothing = {Tier.GPU: 1, Tier.HOST: world}
     sizes = {Tier.GPU: 1, Tier.HOST: HOST_BYTES}
     for tier, least in nothing.items():
@@ -73,7 +72,7 @@ def least_limits(
         with pytest.raises(InfeasiblePlan) as refused:
             hightide.wrap(model, optimizer, example, limits=limits_of(sizes), **options)
         alone = next(enough for enough in refused.value.enough if list(enough) == [tier])
-        sizes[tier] = int(ROOM * least * alone[tier])
+        sizes[tier] = int(ROOM * alone[tier])
     return limits_of(sizes)
 
 

@@ -12,6 +12,8 @@ from hightide.planner.infeasible import InfeasiblePlan, growth
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.trials import Trials
 
+REMEDY = "give it "
+
 
 def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
     """Says how much more of one tier would do with the others as they are, first of the one that grows least by it and
@@ -38,13 +40,27 @@ def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
     others = "".join(f", or {_limits(other)}" for other, _ in found[1:])
     return InfeasiblePlan(
         f"no plan fits {_given(limits)}: {missing}{f', the most during {moment}' if moment else ''}; "
-        f"give it {_limits(needed)}{others}",
+        f"{REMEDY}{_limits(needed)}{others}",
         moment,
         tier,
         needed[tier],
         tuple(short for short, _ in found),
         trials.problem.terms.accumulate,
     )
+
+
+def of_node(refused: InfeasiblePlan, num_ranks: int) -> InfeasiblePlan:
+    """The same for whoever gives limits: those of host memory and disk are of all ranks of a node together, where a
+    plan's are of one."""
+    enough = tuple(
+        {tier: size if tier is Tier.GPU else num_ranks * size for tier, size in one.items()} for one in refused.enough
+    )
+    if enough == refused.enough:
+        return refused
+    missing = str(refused).rpartition(f"; {REMEDY}")[0]
+    message = f"{missing}, each for one of the {num_ranks} ranks of a node; for all of them {REMEDY}"
+    limits = ", or ".join(map(_limits, enough))
+    return InfeasiblePlan(message + limits, refused.moment, refused.tier, refused.num_bytes, enough, refused.num_calls)
 
 
 def _gpu_memory_bytes(machine: Machine) -> float:
@@ -82,6 +98,6 @@ def _given(limits: dict[Tier, int]) -> str:
     return memory + (f" and {exactly(limits[Tier.DISK])} of disk" if limits[Tier.DISK] else "")
 
 
-def _limits(sizes: dict[Tier, int]) -> str:
+def _limits(sizes: Mapping[Tier, int]) -> str:
     texts = {tier: f"'FOLDER:{size}'" if tier is Tier.DISK else str(size) for tier, size in sizes.items()}
     return f"Limits({', '.join(f'{tier}={text}' for tier, text in texts.items())})"
