@@ -510,9 +510,10 @@ def links_between(rank: int, world: int, nodes: int, path: str) -> dict:
     name = f"host-{rank * nodes // world}"
     meeting.socket = SimpleNamespace(gethostname=lambda: name)
     both = Collectives(find_ranks(patience=SOON))
-    links = measure_links(both, CollectiveEffort(chunk_bytes=1 << 18, num_pieces=2))
+    told: list[str] = []
+    links = measure_links(both, CollectiveEffort(chunk_bytes=1 << 18, num_pieces=2), told.append)
     machine = with_links(load_machine("rtx-3090"), links)
     if rank == 0:
         machine.save(path)
     both.ranks.close()
-    return asdict(links)
+    return {**asdict(links), "told": told}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hightide.ir.machine import Machine
+from hightide.ir.tier import Lane
 from hightide.planner.one_rank import machine_of_rank
 from hightide.planner.predict.collective_seconds import links_of
 from started_ranks import StartedRanks
@@ -75,6 +76,7 @@ def test_links_are_measured_and_planned_with(started: StartedRanks, tmp_path: Pa
     assert (found["gpus_per_node"], found["num_nodes"], found["backend"]) == (world // nodes, nodes, "gloo")
     assert (found["across"] is None) == (nodes == 1) and all(rate > 1e4 for rate in found["inside"].values())
     assert 0 < found["latency_s"] < 1 and all(0 < found[name] <= 1 for name in ("beside_copies", "together"))
+    assert {f"{lane} beside copies to the GPU" for lane in (Lane.GATHER, Lane.REDUCE)} <= {*found["told"]}
     machine = Machine.load(path)
     assert "links over gloo" in machine.source
     own = machine_of_rank(machine, world // nodes, nodes)

@@ -156,12 +156,19 @@ class _Measured:
     # -- beside others
 
     def beside_copies(self) -> tuple[float, float]:
-        """What is left of a gather beside copies to the GPU, and of these beside it."""
-        self._tell("gathers beside copies to the GPU")
-        alone_s = self._slowest(self._time(self._gather, self._effort.num_pieces))
-        copies_alone = self._copies(lambda: time.sleep(self._effort.num_pieces * alone_s))
+        """What is left of a collective beside copies to the GPU, and of these beside it: the smaller of what gathers
+        and averages leave."""
+        both = [self._beside_copies(*one) for one in ((Lane.GATHER, self._gather), (Lane.REDUCE, self._reduce))]
+        collective, copies = (min(shares) for shares in zip(*both, strict=True))
+        return collective, copies
+
+    def _beside_copies(self, lane: Lane, work: Callable[[], object]) -> tuple[float, float]:
+        self._tell(f"{lane} beside copies to the GPU")
+        pieces = self._effort.num_pieces
+        alone_s = self._slowest(self._time(work, pieces, lane))
+        copies_alone = self._copies(lambda: time.sleep(pieces * alone_s))
         found: list[float] = []
-        copies_beside = self._copies(lambda: found.append(self._time(self._gather, self._effort.num_pieces)))
+        copies_beside = self._copies(lambda: found.append(self._time(work, pieces, lane)))
         left = min(self._of_all(copies_beside / copies_alone))
         return _share(alone_s / self._slowest(found[0])), _share(left)
 
