@@ -68,7 +68,7 @@ def memory_limits(
     accelerator shares the RAM with the host tier. `ranks_on_node` divide its memory."""
     free_bytes = free_host_bytes() // ranks_on_node
     gpu_bytes, host_bytes = limits.gpu_bytes, limits.host_bytes
-    host_bytes = None if host_bytes is None else host_bytes // ranks_on_node
+    host_bytes = None if host_bytes is None else max(1, host_bytes // ranks_on_node)  # 0 would be no limit
     if device.type == "cuda":
         if gpu_bytes is None:
             gpu_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_HEADROOM)

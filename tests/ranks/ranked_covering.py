@@ -43,7 +43,7 @@ def train(
     mine, example = build(model, trained, num_samples=NUM_SAMPLES)
     options = {"update": update, "accumulate": accumulate}
     optimizer = optimizer_of(mine)
-    chosen = ROOMY if limits == "roomy" else least_limits(mine, optimizer, example, world, options)
+    chosen = ROOMY if limits == "roomy" else least_limits(mine, optimizer, example, options)
     wrapped, stepping = hightide.wrap(mine, optimizer, example, limits=chosen, **options)
     found = steps(wrapped, stepping, batches, clip, accumulate)
     stats = hightide.stats(wrapped)
@@ -62,13 +62,12 @@ def train(
 
 
 def least_limits(
-    model: nn.Module, optimizer: torch.optim.Optimizer, example: Any, world: int, options: dict[str, Any]
+    model: nn.Module, optimizer: torch.optim.Optimizer, example: Any, options: dict[str, Any]
 ) -> hightide.Limits:
     """Little more than what refusals say is enough: of the GPU, and then of the host."""
-    nothing = {Tier.GPU: 1, Tier.HOST: world}
     sizes = {Tier.GPU: 1, Tier.HOST: HOST_BYTES}
-    for tier, least in nothing.items():
-        sizes[tier] = least
+    for tier in sizes:
+        sizes[tier] = 1
         with pytest.raises(InfeasiblePlan) as refused:
             hightide.wrap(model, optimizer, example, limits=limits_of(sizes), **options)
         alone = next(enough for enough in refused.value.enough if list(enough) == [tier])
