@@ -60,6 +60,14 @@ class _Waiting:
     away: _Rise  # what they would add if they stayed
 
 
+class _Return(NamedTuple):
+    """Of inputs to the GPU, at the end of a tick that still holds its own if these have never left."""
+
+    block: int
+    opener: int  # the block of that tick
+    beside: _Rise
+
+
 class _Held(NamedTuple):
     """What blocks have computed, wherever their inputs wait, and whatever the size of slots."""
 
@@ -77,6 +85,7 @@ class _Levels:
     held: _Held
     near: dict[int, list[_Rise]]
     waiting: dict[int, _Waiting]  # by the tick of their forward
+    returns: list[_Return]
 
 
 class _Filled(NamedTuple):
@@ -123,8 +132,10 @@ class ActivationBytes:
             for block in blocks:
                 yield from levels.held.rises[activation].get(block, ())
         yield from _swapped(levels, candidate)
-        for block in candidate.keep | candidate.near:
+        stays = candidate.keep | candidate.near
+        for block in stays:
             yield from levels.near.get(block, ())
+        yield from (one.beside for one in levels.returns if one.opener in stays and one.block not in stays)
         if candidate.loss_kept_tokens:
             yield from self._logits_of(candidate)
 
@@ -203,6 +214,7 @@ class ActivationBytes:
                 self._held_of(candidate),
                 near,
                 waiting,
+                _returns(profile, plain),
             )
         return self._levels[key]
 
@@ -288,6 +300,19 @@ def _gpu_levels(schedule: Schedule, space: Space) -> tuple[list[int], dict[int, 
         else:
             leaving[action.tick] = leaving.get(action.tick, 0) + action.gpu_gives
     return levels, dict(updates)
+
+
+def _returns(profile: ModelProfile, schedule: Schedule) -> list[_Return]:
+    """As lower/count_effects.py counts them."""
+    found: list[_Return] = []
+    for action in schedule.actions:
+        tick = schedule.ticks[action.opens]
+        if action.op is Op.UNSTASH and tick.call is not None:
+            at, held = NUM_MOMENTS * action.opens + BETWEEN, max(0, tick.gpu_gives - tick.gpu_kept)
+            assert action.block is not None
+            beside = _Rise(at, at, 0, held - action.gpu_transient)
+            found.append(_Return(action.block, profile.calls[tick.call].block, beside))
+    return found
 
 
 def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_Rise]]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hightide.ir.action import Mode
+from hightide.ir.block import Affine
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.planner.lower import lower
@@ -131,6 +132,22 @@ def test_inputs_on_disk_are_counted_as_in_the_schedule(data: st.DataObject) -> N
         assert standing.host_bytes + buffers == schedule.host_base_bytes
         assert standing.disk_bytes + stored == schedule.disk_base_bytes
         assert room.host_bytes(candidate, standing.parked_bytes) >= peak.host_peak_bytes - schedule.host_base_bytes
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 64])
+def test_what_comes_back_beside_inputs_that_stayed_is_never_more_in_the_schedule(micro_batch: int) -> None:
+    """It comes while the backward before still holds its own, which are there as long if they have never left."""
+    profile, wide = stack(12, num_samples=64), Affine(0, 1 << 16)
+    calls = [replace(one, saved_inputs=wide, outputs=wide, input_grads=wide) for one in profile.calls[1:]]
+    profile = replace(profile, calls=(replace(profile.calls[0], outputs=wide), *calls))
+    space = Space(profile, Terms(UNLIMITED, UNLIMITED, Update.IN_BACKWARD))
+    room, last = ActivationBytes(space), max(space.movable)
+    for count in range(6):
+        candidate = Candidate(micro_batch, Tier.HOST, near=frozenset(range(last - count, last + 1)))
+        schedule = lower(profile, space.build(candidate), Mode.TRAIN)
+        needed = peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
+        assert room.gpu_bytes(candidate) >= needed
+        assert count != 1 or room.gpu_bytes(candidate) == needed
 
 
 @pytest.mark.parametrize("update", Update)
