@@ -328,6 +328,7 @@ def expected_s(groups: Iterable[str]) -> int:
 def print_runs(results: dict[str, Result], figures: Iterable[Figure]) -> None:
     """Forecast against found, and memory."""
     off: dict[bool, list[float]] = {False: [], True: []}  # by whether a disk takes part
+    held_out: list[float] = []  # of both
     print(
         f"{'case':14} {'s/step':>8} {'told':>8} {'off':>7} {'reserved':>9} {'told':>7} {'retries':>7} {'RSS above':>9}"
     )
@@ -342,6 +343,7 @@ def print_runs(results: dict[str, Result], figures: Iterable[Figure]) -> None:
         if told_s:
             error = told_s / (result["step_s"] if has_disk else step_s(result)) - 1
             off[has_disk].append(error)
+            held_out += [error] if CASES[name].held_out else []
         reserved, limit = result.get("gpu_peak_reserved_bytes"), told_bytes(forecast)
         above, allowed = result.get("host_above_plan_bytes"), max(GIB, 0.02 * forecast.get("host_peak_bytes", 0))
         is_above = [
@@ -349,13 +351,15 @@ def print_runs(results: dict[str, Result], figures: Iterable[Figure]) -> None:
             *(["retries"] if result.get("gpu_alloc_retries") else []),
             *(["RSS above told"] if above is not None and above > allowed else []),
         ]
+        label = f"{name} *" if CASES[name].held_out else name
         print(
-            f"{name:14} {step_s(result):8.4f} {_number(told_s, '8.4f')} {_number(error, '+7.1%')}"
+            f"{label:14} {step_s(result):8.4f} {_number(told_s, '8.4f')} {_number(error, '+7.1%')}"
             f" {_gib(reserved, 9)} {_gib(limit, 7)}"
             f" {result.get('gpu_alloc_retries', '-'):>7} {_gib(above, 9)}  {', '.join(is_above)}"
         )
     print_forecasts("", off[False], MEDIAN_OFF, WORST_OFF)
     print_forecasts(" with a disk", off[True], DISK_MEDIAN_OFF, DISK_WORST_OFF)
+    print_forecasts(" held out (*: no constant was fitted to them)", held_out, MEDIAN_OFF, WORST_OFF)
 
 
 def told_bytes(forecast: dict[str, Any]) -> int | None:

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-THROUGHPUT = Path(__file__).with_name("throughput.py")
+from hightide.ir.limits import parse_disks
+
+THROUGHPUT, FLOOR = (Path(__file__).with_name(name) for name in ("throughput.py", "disk_floor.py"))
 SATURATED = 0.9
 
 
@@ -30,6 +33,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--gpu", default="24GiB")
     add("--disk", metavar="FOLDER:SIZE")
     add("--disk-gb-per-s", type=float, help="best mixed speed by bench/disk_floor.py, for the roof")
+    add("--floor", metavar="OPTIONS", help="measure that speed first, by bench/disk_floor.py with these options")
     add("--buffers", type=int, default=8)
     add("--steps", type=int, default=4)
     add("--device", help="cpu: the simulated accelerator")
@@ -58,6 +62,8 @@ def main() -> None:
         done = subprocess.run([sys.executable, THROUGHPUT, *common, *size, *more], stdout=subprocess.PIPE, text=True)
         return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
 
+    if options.floor is not None:
+        options.disk_gb_per_s = best_gb_per_s(options.disk, options.floor)
     most = max(options.sequences)
     results = {
         sequences: run(sequences, *on_disk, "--states-on-disk", str(options.buffers))
@@ -82,6 +88,13 @@ def main() -> None:
             f"{one['tokens']:>8} tokens/step  {one['tokens_per_s']:>9.0f} tokens/s  {one['disk_bytes'] / 1e9:6.1f} GB"
         )
     print(json.dumps(found), flush=True)
+
+
+def best_gb_per_s(disk: str, floor: str) -> float:
+    """Before the points: its file and theirs have no room beside each other."""
+    command = [sys.executable, str(FLOOR), parse_disks([disk], "--disk")[0].path, *shlex.split(floor)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return float(json.loads(done.stdout.strip().splitlines()[-1])["best_gb_per_s"])
 
 
 def point(result: dict[str, Any]) -> dict[str, float]:

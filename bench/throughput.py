@@ -54,6 +54,7 @@ from hightide.runtime.surgery import run_of
 from hightide.shard.meeting import EVEN_ALONE_SWITCH
 
 LR = 1e-5
+AUTO = "auto"
 # deepspeed is ZeRO-3, with --disk ZeRO-Infinity; roundpipe-stale trains with gradients that are one step old
 SYSTEMS = ("hightide", "resident", "deepspeed", "zero2", "roundpipe", "roundpipe-stale")
 
@@ -89,7 +90,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--update", default="deferred", choices=["deferred", "in_backward"])
     add("--gradients", default="float32", choices=["float32", "param"], help="without --plan: of finished gradients")
     add("--clip", type=float, help="clip gradients to this norm")
-    add("--calls", type=int, default=1, help="of equal size per step, which is planned as a whole; only hightide")
+    add(
+        "--calls",
+        type=lambda text: text if text == AUTO else int(text),
+        default=1,
+        help="of equal size per step, which is planned as a whole, or auto: as the planner chooses; only hightide",
+    )
     add("--micro-batch", type=int, help="sequences; resident: 4 unless given")
     add("--plan", help="hightide: a plan file, instead of limits and micro-batch")
     add("--save-plan", help="hightide: write the plan that was used")
@@ -267,9 +273,10 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
         limit_gpu(options.gpu)
     model = build(options.model, options.length, getattr(torch, options.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    if options.sequences % options.calls:
-        raise SystemExit(f"--sequences {options.sequences} cannot be cut into --calls {options.calls} of equal size")
-    example = batches(model, options.sequences // options.calls, options.length, count=1)[0]
+    cuts = 1 if options.calls == AUTO else options.calls  # the planner is given all samples of a step to choose
+    if options.sequences % cuts:
+        raise SystemExit(f"--sequences {options.sequences} cannot be cut into --calls {cuts} of equal size")
+    example = batches(model, options.sequences // cuts, options.length, count=1)[0]
     wanted: dict[str, Any] = {"update": options.update, "accumulate": options.calls}
     if compile:
         wanted["compile"] = True
@@ -285,6 +292,7 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
     model, optimizer = hightide.wrap(
         model, optimizer, {"input_ids": example, "labels": example}, device=options.device, **wanted
     )
+    options.calls = hightide.stats(model).plan.accumulate
     if options.save_plan:
         hightide.stats(model).plan.save(options.save_plan)
 

@@ -140,6 +140,18 @@ def test_a_disk_is_held_against_its_floor_and_its_bytes() -> None:
     assert isnan(of_floor({"best_gb_per_s": 3.0}, {**run, "moved_bytes_per_step": {}}))
 
 
+def test_forecasts_of_what_was_held_out_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = [name for name, case in CASES.items() if case.held_out]
+    assert len(held_out) == 2
+    run = {"event_s": {"median": 1.0}, "forecast": {"step_s": 1.02}, "call": "one"}
+    other = {**run, "forecast": {"step_s": 1.08}}
+    figures.print_runs({"w1-24": other, **dict.fromkeys(held_out, run)}, [of("w1-24", *held_out)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [[name, "*"] for name in held_out]
+    assert "3 runs: off by 2.0% in the median" in lines[-2] and "8.0% at worst" in lines[-2]
+    assert "2 runs held out" in lines[-1] and "2.0% at worst" in lines[-1]
+
+
 def test_every_group_is_in_a_call_and_every_call_fits() -> None:
     groups = {figure.group for figure in FIGURES.values()}
     assert groups - figures.BY_NAME_ONLY == {group for call in CALLS for group in call}
