@@ -77,6 +77,8 @@ class LargerBatches:
     def admit(self, batch: Arguments, sizes: BatchSizes) -> None:
         began_s, run = time.perf_counter(), self._run
         assert run.batches is not None
+        if run.observer is not None and not run.executor.has_open_forward:
+            run.observer.settle()
         self._catch_up()
         before = str(run.batches)
         with progress_line("hightide plans for a larger batch"):

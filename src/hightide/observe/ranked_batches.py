@@ -26,6 +26,8 @@ from hightide.ir.refusal import RefusedArgument
 from hightide.observe.larger_batches import LARGEST, Larger, LargerBatches
 from hightide.observe.ranked_watch import RankedWatch, no_room
 from hightide.observe.watch import Watch
+from hightide.planner.advice.missing import of_node
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.solution import Searched, Solution
 from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.call_tree import Arguments
@@ -46,6 +48,12 @@ class RankedLargerBatches(LargerBatches):
 
     def hold_together(self, num_samples: int) -> None:
         """Ranks come here one by one, and plan together only where all know of it: the plan stays."""
+
+    def _searched(self, profile: ModelProfile, quick: bool = False) -> Searched:
+        try:
+            return super()._searched(profile, quick)
+        except InfeasiblePlan as refused:
+            raise of_node(refused, len(self._collectives.ranks.ranks_of_node)) from None
 
     def _of_all(self, batch: Arguments, sizes: BatchSizes) -> tuple[list[Larger], str]:
         """By rank; and why on any of them."""

@@ -21,7 +21,9 @@ from hightide.ir.tier import COLLECTIVES, Lane
 from hightide.observe.timing import Measured
 from hightide.observe.watch import Following, Watch
 from hightide.planner.advice.correct import MemoryShortage
+from hightide.planner.advice.missing import of_node
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.problem import Problem
 from hightide.planner.solution import Searched, Solution
 from hightide.runtime.chunks.moving import check_room
 from hightide.runtime.run import Run
@@ -72,6 +74,12 @@ class RankedWatch(Watch):
     def _follow(self, following: Following | None) -> None:
         """Before the next pass, when all have ended this one."""
         self._next = following
+
+    def _search(self, problem: Problem) -> Searched:
+        try:
+            return super()._search(problem)
+        except InfeasiblePlan as refused:
+            raise of_node(refused, len(self._collectives.ranks.ranks_of_node)) from None
 
     # -- together --------------------------------------------------------------------------------------------------
 

@@ -88,9 +88,7 @@ class Watch:
         self.num_replans = 0
 
     def begin_pass(self) -> None:
-        is_owed = self._ran_out is not None or self._next is not None
-        if is_owed and not self._is_kept_from_moving():  # the user goes on
-            self.replan(must=False)
+        self.settle()  # the user goes on
         self._num_watched += 1
         self._widths.clear()
         if self._sees_memory:
@@ -173,6 +171,11 @@ class Watch:
             self._follow(self._decided(lambda: self._compared(measured)))
         elif self._run.num_steps >= (WARM_STEPS if self._times is None else PATIENCE):
             self._end_comparing()
+
+    def settle(self) -> None:
+        is_owed = self._ran_out is not None or self._next is not None
+        if is_owed and not self._is_kept_from_moving():
+            self.replan(must=False)
 
     def let_in_larger(self) -> None:
         self._end_comparing()
@@ -261,7 +264,7 @@ class Watch:
             f"{self._wider(shortage.factors)}"
         )
         try:
-            found = search(corrected.problem)
+            found = self._search(corrected.problem)
             check_room(self._run)
         except InfeasiblePlan as refusal:
             if shortage.supposed:
@@ -331,7 +334,7 @@ class Watch:
 
     def _faster(self, corrected: Problem, reason: str) -> Following | None:
         present_s = forecast(corrected, self._solution.placement, self._solution.passes).step_s
-        found = search(corrected)
+        found = self._search(corrected)
         try:
             check_room(self._run)
         except InfeasiblePlan as refusal:
@@ -343,6 +346,9 @@ class Watch:
         found.verify()
         gain = f"With these speeds another plan takes {format_seconds(found.step.step_s)} instead of"
         return Following(found, f"{reason}. {gain} {format_seconds(present_s)}")
+
+    def _search(self, problem: Problem) -> Searched:
+        return search(problem)
 
     # -- another plan ----------------------------------------------------------------------------------------------
 

@@ -39,9 +39,11 @@ class KnownBatches:
         self._looks_on_gpu = looks_on_gpu
 
     def sizes_of(self, batch: Arguments, samples: Samples) -> BatchSizes:
-        """Into what cannot be larger by its values nobody looks."""
+        """Into what cannot be larger by its values nobody looks, unless the batch is larger anyway: whether its masks
+        are of ones is then to be known of it, too."""
         masks = frozenset().union(*(known.ones for known in self._largest))
-        return BatchSizes.of(batch, samples, masks, self._looks_on_gpu)
+        found = BatchSizes.of(batch, samples, masks, self._looks_on_gpu)
+        return found if self.hold(found) else BatchSizes.of(batch, samples)
 
     def hold(self, sizes: BatchSizes) -> bool:
         return any(known.holds(sizes) for known in self._largest)

@@ -51,6 +51,9 @@ class Observer(Protocol):
     def end_step(self) -> None:
         """After optimizer.step()."""
 
+    def settle(self) -> None:
+        """Goes over to a plan that is due: before a larger batch is held against the one that there is."""
+
     def let_in_larger(self) -> None:
         """A batch comes that is larger than the one of the forecast, and the plan stays."""
 

@@ -238,6 +238,26 @@ def test_a_forward_that_cannot_be_repeated_is_not(halved: None) -> None:
     hightide.unwrap(model)
 
 
+def test_a_plan_that_is_due_comes_before_a_larger_batch_is_planned_for(halved: None) -> None:
+    """Else it would take the place of the plan that holds the batch."""
+    model, batch = CountsCalls(), torch.randn(64, 16)
+    limits = hightide.Limits(gpu=whole_bytes(model, batch), host="64MiB")
+    model, optimizer = hightide.wrap(model, adamw(model), batch, limits=limits)
+    run, _ = parts(model)
+    with pytest.raises(OutOfMemory):
+        model(batch).backward()
+    optimizer.zero_grad()
+    larger = torch.randn(80, 16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(larger).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.plan.num_samples == 80 and len(forecasts(caught)) == 1
+    hightide.unwrap(model)
+
+
 def test_what_fits_no_plan_is_said_with_its_numbers(halved: None) -> None:
     model, batch = models.llama()
     optimizer = adamw(model)

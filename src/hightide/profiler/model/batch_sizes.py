@@ -37,7 +37,7 @@ class BatchSizes:
                 tensors[name] = tuple(SAMPLES if at == dim else size for at, size in enumerate(leaf.shape))
                 if masks is not None and name not in masks:
                     continue
-                if (leaf.is_cuda and not looks_on_gpu) or _leaves_nothing_out(leaf):
+                if (leaf.is_cuda and not looks_on_gpu) or _leaves_nothing_out(name, leaf):
                     ones.add(name)
             elif isinstance(leaf, str) or leaf is True:  # None and False are as good as nothing
                 flags.add(f"{name}={leaf!r}")
@@ -84,9 +84,11 @@ class BatchSizes:
         return ", ".join((*sizes, *sorted(self.flags)))
 
 
-def _leaves_nothing_out(leaf: torch.Tensor) -> bool:
-    may_be_mask = leaf.dim() > 1 and not leaf.is_floating_point() and not leaf.is_complex()
-    return may_be_mask and leaf.numel() > 0 and not leaf.is_meta and bool((leaf == 1).all())
+def _leaves_nothing_out(name: str, leaf: torch.Tensor) -> bool:
+    """Numbers are a mask if they are called so: tokens may all be 1 in an example that somebody has made up."""
+    is_number = leaf.is_floating_point() or leaf.is_complex()
+    may_be_mask = leaf.dtype is torch.bool or (not is_number and "mask" in name)
+    return may_be_mask and leaf.dim() > 1 and leaf.numel() > 0 and not leaf.is_meta and bool((leaf == 1).all())
 
 
 def _fits(sizes: tuple[int, ...], room: tuple[int, ...] | None) -> bool:

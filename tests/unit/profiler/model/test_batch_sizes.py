@@ -106,3 +106,23 @@ def test_nobody_looks_into_what_cannot_be_larger_by_its_values() -> None:
 def test_weights_of_a_loss_are_no_mask() -> None:
     found = BatchSizes.of({"weights": torch.ones(4, 6), "classes": torch.ones(4, dtype=torch.long)}, Samples.FIRST)
     assert not found.ones
+
+
+def test_a_larger_batch_of_ones_does_not_hold_one_with_a_mask_that_leaves_something_out() -> None:
+    """Whatever the batches before it had: an example that is padded, or one without a mask."""
+    full = {"ids": torch.arange(24).view(4, 6), "mask": torch.ones(4, 6, dtype=torch.long)}
+    holes = {**full, "mask": torch.tensor([[1] * 5 + [0]] * 4)}
+    short = {name: value[:, 3:] for name, value in holes.items()}
+    for example in (short, {"ids": full["ids"]}):
+        known = KnownBatches(BatchSizes.of(example, Samples.FIRST))
+        larger = known.sizes_of(full, Samples.FIRST)
+        assert not known.hold(larger)
+        known.add(larger)
+        assert known.hold(known.sizes_of(full, Samples.FIRST))
+        assert not known.hold(known.sizes_of(holes, Samples.FIRST))
+
+
+def test_tokens_that_are_all_one_are_no_mask() -> None:
+    ones = torch.ones(4, 6, dtype=torch.long)
+    batch = {"input_ids": ones, "labels": ones, "attention_mask": ones, "valid": ones.bool()}
+    assert BatchSizes.of(batch, Samples.FIRST).ones == {"attention_mask", "valid"}
