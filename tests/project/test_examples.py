@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import re
 import runpy
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -59,6 +62,27 @@ def test_a_trainer_saves_and_goes_on(tmp_path: Path) -> None:
     run("examples/trainer.py", "--steps", "12", "--resume", *options)
     names = {file.name for file in tmp_path.iterdir()}
     assert {"checkpoint-10", "checkpoint-12", "config.json", "model.safetensors"} <= names
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["finetune", "lora", "trainer"])
+def test_two_ranks_run_them_too(name: str, tmp_path: Path) -> None:
+    """As they are, under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--steps", "4", "--length", "64", "--out", str(tmp_path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, f"examples/{name}.py", *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights = "adapter_model.safetensors" if name == "lora" else "model.safetensors"
+    assert {weights, "tokenizer.json"} <= {file.name for file in tmp_path.iterdir()}
 
 
 def test_the_tiny_model_goes_when_the_script_ends_unless_it_is_kept(
